@@ -154,6 +154,50 @@ class WorkerRecord(_message.Message):
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
 
 @_typing.final
+class RouterRecord(_message.Message):
+    """What a router registers in etcd under its lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    STARTED_AT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Stable name."""
+    incarnation: _builtins.int
+    """Random number of this start of it."""
+    endpoint: _builtins.str
+    """Where its InferenceService listens: host:port."""
+    metrics_endpoint: _builtins.str
+    """Where its metrics listen: host:port; empty if nowhere."""
+    pid: _builtins.int
+    """Process id, for local clusters."""
+    @_builtins.property
+    def started_at(self) -> _timestamp_pb2.Timestamp:
+        """When this incarnation started."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        endpoint: _builtins.str = ...,
+        metrics_endpoint: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        started_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "pid", b"pid", "started_at", b"started_at"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterRecord: _TypeAlias = RouterRecord  # noqa: Y015
+
+@_typing.final
 class ListWorkersRequest(_message.Message):
     """Asks for the workers."""
 
