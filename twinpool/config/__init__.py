@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of every process: flags over environment over YAML file over defaults."""
+
+from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
+from twinpool.config.model import TwinpoolConfig
+from twinpool.config.page import config_schema
+from twinpool.config.router import RouterSection
+from twinpool.config.sections import (
+    ClusterConfig,
+    KVConfig,
+    LogConfig,
+    MetricsConfig,
+    ModelSection,
+    RpcConfig,
+    SchedulerSection,
+    TlsConfig,
+    TransferConfig,
+    WorkerSection,
+)
+from twinpool.errors import ConfigError
+
+__all__ = [
+    "ENV_FILE",
+    "ENV_PREFIX",
+    "ClusterConfig",
+    "ConfigError",
+    "KVConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "ModelSection",
+    "RouterSection",
+    "RpcConfig",
+    "SchedulerSection",
+    "TlsConfig",
+    "TransferConfig",
+    "TwinpoolConfig",
+    "WorkerSection",
+    "config_schema",
+    "env_name",
+    "load_config",
+    "to_env",
+    "to_yaml",
+]
