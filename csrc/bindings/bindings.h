@@ -57,8 +57,10 @@ class UnlockedCoreLock {
 /// The span is valid while ``array`` lives.
 template <typename T>
 std::span<const T> exact_span(const py::array& array, const char* name) {
-  if (!py::isinstance<py::array_t<T>>(array) || (array.flags() & py::array::c_style) == 0) {
-    throw py::type_error(std::string(name) + " must be a C-contiguous array of " +
+  constexpr int aligned = py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+  constexpr int wanted = py::array::c_style | aligned;
+  if (!array.dtype().equal(py::dtype::of<T>()) || (array.flags() & wanted) != wanted) {
+    throw py::type_error(std::string(name) + " must be an aligned C-contiguous array of " +
                          py::str(py::dtype::of<T>()).template cast<std::string>() + ", not " +
                          py::str(array.dtype()).template cast<std::string>());
   }
