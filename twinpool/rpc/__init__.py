@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gRPC as every Twinpool process uses it: explicit limits, keep-alive, mutual TLS, health, errors by the table."""
+
+from twinpool.rpc.client import channel, wait_ready
+from twinpool.rpc.deadline import Deadline
+from twinpool.rpc.options import client_options, join_address, server_options
+from twinpool.rpc.run import run, stop_event
+from twinpool.rpc.server import Server
+
+__all__ = [
+    "Deadline",
+    "Server",
+    "channel",
+    "client_options",
+    "join_address",
+    "run",
+    "server_options",
+    "stop_event",
+    "wait_ready",
+]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns every exception of a servicer into a status of the error table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from twinpool.errors import TwinpoolError, abort, as_twinpool_error
+from twinpool.logs import get_logger
+
+_log = get_logger(__name__)
+
+_Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+# Ends that gRPC itself raises or expects; they are not errors of ours.
+_PASS = (asyncio.CancelledError, grpc.aio.AbortError)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """A servicer raises TwinpoolError; the client gets its status. Anything else becomes INTERNAL, without its text."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wraps the handler that serves this call."""
+        found: Any = await continuation(handler_call_details)
+        if found is None:
+            return found  # type: ignore[no-any-return]
+        method = handler_call_details.method
+        make = getattr(grpc, f"{_arity(found)}_rpc_method_handler")
+        wrapped = _guard(getattr(found, _arity(found)), method, streams=bool(found.response_streaming))
+        handler: grpc.RpcMethodHandler = make(
+            wrapped,
+            request_deserializer=found.request_deserializer,
+            response_serializer=found.response_serializer,
+        )
+        return handler
+
+
+def _arity(handler: Any) -> str:
+    request = "stream" if handler.request_streaming else "unary"
+    response = "stream" if handler.response_streaming else "unary"
+    return f"{request}_{response}"
+
+
+def _guard(inner: _Handler, method: str, *, streams: bool) -> _Handler:
+    if streams and inspect.isasyncgenfunction(inner):
+
+        async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            try:
+                async with contextlib.aclosing(inner(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+            except _PASS:
+                raise
+            except Exception as error:
+                await _end(error, method, context)
+
+        return generate
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await inner(request, context)
+        except _PASS:
+            raise
+        except Exception as error:
+            await _end(error, method, context)
+
+    return call
+
+
+async def _end(error: Exception, method: str, context: grpc.aio.ServicerContext) -> NoReturn:
+    if not isinstance(error, TwinpoolError):
+        # The exception's text may hold user content: log where it happened, not what it says.
+        frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
+        _log.error("rpc_failed", method=method, type=type(error).__name__, frames="".join(frames))
+    await abort(context, as_twinpool_error(error))

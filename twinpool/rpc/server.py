@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gRPC server with health, reflection, limits and a clean stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from twinpool.config import RpcConfig, TlsConfig
+from twinpool.errors import TwinpoolError
+from twinpool.rpc.guard import ErrorInterceptor
+from twinpool.rpc.options import join_address, server_options
+from twinpool.rpc.tls import server_credentials
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Server:
+    """Add services, bind, start, mark as serving, stop. All on one event loop.
+
+    Servicers may raise TwinpoolError: the client gets its status. Health of the process ("") and of each service is
+    NOT_SERVING until :meth:`set_serving`.
+    """
+
+    def __init__(
+        self,
+        config: RpcConfig,
+        tls: TlsConfig | None = None,
+        *,
+        max_message_bytes: int | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """``max_message_bytes``: of both directions; None takes ``rpc.max_message_bytes``."""
+        self._tls = tls if tls is not None and tls.enabled else None
+        self.raw = grpc.aio.server(
+            options=server_options(config, max_message_bytes=max_message_bytes, reuse_port=reuse_port),
+            interceptors=(ErrorInterceptor(),),
+        )
+        self._health = health.aio.HealthServicer()
+        self._services: list[str] = []
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.raw)
+
+    def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a service: its full name, the generated ``add_..._to_server``, and the servicer.
+
+        ``server.add("twinpool.v1.WorkerService", add_WorkerServiceServicer_to_server, servicer)``
+        """
+        register(servicer, self.raw)
+        self._services.append(service)
+
+    def bind(self, host: str, port: int = 0) -> int:
+        """Binds and returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE."""
+        address = join_address(host, port)
+        try:
+            if self._tls is None:
+                bound = self.raw.add_insecure_port(address)
+            else:
+                bound = self.raw.add_secure_port(address, server_credentials(self._tls))
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise TwinpoolError(
+                "PORT_UNAVAILABLE", f"cannot listen on {address}: in use, or not an address of this host"
+            )
+        return bound
+
+    async def start(self) -> None:
+        """Starts to answer, with health NOT_SERVING. Adds reflection of all services added so far."""
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.raw)
+        await self.set_serving(False)
+        await self.raw.start()
+
+    async def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """Sets health of one service, or of the process and all its services."""
+        status = _SERVING if serving else _NOT_SERVING
+        for name in ("", *self._services) if service is None else (service,):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Health goes to NOT_SERVING, new calls are refused, running ones get ``grace_seconds``, then are cancelled."""
+        await self._health.enter_graceful_shutdown()
+        await self.raw.stop(grace_seconds)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self.raw.wait_for_termination()

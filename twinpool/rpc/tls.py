@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutual TLS from files. A server takes renewed files at the next connection, without a restart."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import grpc
+
+from twinpool.config import TlsConfig
+from twinpool.errors import ConfigError
+from twinpool.logs import get_logger
+
+_log = get_logger(__name__)
+
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+def _read(path: str, key: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tls.{key}: cannot read {path}: {error.strerror}", key=f"tls.{key}") from None
+
+
+def _check_pair(tls: TlsConfig) -> None:
+    """Raises ConfigError unless key and certificate belong together: gRPC would fail only at a handshake."""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.cert_file, tls.key_file)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"tls.cert_file {tls.cert_file} and tls.key_file {tls.key_file} do not form a pair: {error}",
+            key="tls.cert_file",
+        ) from None
+
+
+def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    """Client credentials, read now: a channel that is made anew takes renewed files."""
+    _check_pair(tls)
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.ca_file, "ca_file"),
+        private_key=_read(tls.key_file, "key_file"),
+        certificate_chain=_read(tls.cert_file, "cert_file"),
+    )
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    """Server credentials that demand a client certificate and follow the files."""
+    files = _Files(tls)
+    return grpc.dynamic_ssl_server_credentials(files.load(), files.fetch, require_client_authentication=True)
+
+
+class _Files:
+    """The three files, and whether they have changed since they were loaded."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        self._tls = tls
+        self._stamp: _Stamp = ()
+
+    def load(self) -> grpc.ServerCertificateConfiguration:
+        """Raises ConfigError if a file is missing or the pair does not match."""
+        stamp = self._stamps()
+        _check_pair(self._tls)
+        pair = (_read(self._tls.key_file, "key_file"), _read(self._tls.cert_file, "cert_file"))
+        loaded = grpc.ssl_server_certificate_configuration([pair], _read(self._tls.ca_file, "ca_file"))
+        self._stamp = stamp
+        return loaded
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC for each new connection. None keeps the present files, also while a renewal is half done."""
+        try:
+            if self._stamps() == self._stamp:
+                return None
+            loaded = self.load()
+        except ConfigError as error:
+            _log.warning("tls_reload_failed", error=error.message)
+            return None
+        _log.info("tls_reloaded", cert_file=self._tls.cert_file)
+        return loaded
+
+    def _stamps(self) -> _Stamp:
+        stamps = []
+        for key in ("cert_file", "key_file", "ca_file"):
+            path = getattr(self._tls, key)
+            try:
+                found = Path(path).stat()
+            except OSError as error:
+                raise ConfigError(
+                    f"tls.{key}: cannot read {path}: {error.strerror}", key=f"tls.{key}"
+                ) from None
+            # The inode tells an atomic replacement within one clock tick.
+            stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        return tuple(stamps)
