@@ -4,6 +4,7 @@
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
 from twinpool.config.model import TwinpoolConfig
 from twinpool.config.page import config_schema
+from twinpool.config.pools import ControlSection, PoolsSection
 from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
@@ -24,10 +25,12 @@ __all__ = [
     "ENV_PREFIX",
     "ClusterConfig",
     "ConfigError",
+    "ControlSection",
     "KVConfig",
     "LogConfig",
     "MetricsConfig",
     "ModelSection",
+    "PoolsSection",
     "RouterSection",
     "RpcConfig",
     "SchedulerSection",

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from twinpool.config.base import Section
+from twinpool.config.pools import ControlSection, PoolsSection
 from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
@@ -51,6 +52,8 @@ class TwinpoolConfig(BaseSettings):
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     router: RouterSection = Field(default_factory=RouterSection)
     worker: WorkerSection = Field(default_factory=WorkerSection)
+    pools: PoolsSection = Field(default_factory=PoolsSection)
+    control: ControlSection = Field(default_factory=ControlSection)
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     tls: TlsConfig = Field(default_factory=TlsConfig)
     log: LogConfig = Field(default_factory=LogConfig)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small asynchronous client of a Twinpool cluster, used by the CLI, the tests and the benchmarks."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from twinpool.errors import from_rpc_error
+from twinpool.rpc import channel
+from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import inference_pb2_grpc
+
+Turn = tuple[str, str]  # (role, content)
+
+
+@dataclass
+class Completion:
+    """A whole answer. ``token_ids[i]`` and ``texts[i]`` belong to choice ``i``."""
+
+    token_ids: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[list[pb.PositionLogprobs]] = field(default_factory=list)
+    started: pb.GenerateStarted = field(default_factory=pb.GenerateStarted)
+    finished: pb.GenerateFinished = field(default_factory=pb.GenerateFinished)
+
+    def add(self, tokens: pb.GenerateTokens) -> None:
+        """Appends one event's tokens; raises ValueError if the stream skipped or repeated a position."""
+        while len(self.token_ids) <= tokens.index:
+            self.token_ids.append([])
+            self.texts.append("")
+            self.logprobs.append([])
+        have = self.token_ids[tokens.index]
+        if tokens.offset != len(have):
+            raise ValueError(
+                f"choice {tokens.index}: event at position {tokens.offset}, expected {len(have)}"
+            )
+        have.extend(tokens.token_ids)
+        self.texts[tokens.index] += tokens.text
+        self.logprobs[tokens.index].extend(tokens.logprobs)
+
+
+def request(
+    prompt: str | Sequence[int] | None = None,
+    *,
+    chat: Sequence[Turn] | None = None,
+    model: str = "",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    n: int = 1,
+    logprobs: int | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    request_id: str = "",
+) -> pb.GenerateRequest:
+    """Builds a request from text, token ids or chat turns; unset values keep the server's defaults."""
+    message = pb.GenerateRequest(model=model, n=n, request_id=request_id)
+    if chat is not None:
+        message.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
+    elif isinstance(prompt, str):
+        message.text = prompt
+    elif prompt is not None:
+        message.token_ids.ids.extend(prompt)
+    if temperature is not None:
+        message.sampling.temperature = temperature
+    if seed is not None:
+        message.sampling.seed = seed
+    if max_tokens is not None:
+        message.stop.max_tokens = max_tokens
+    if logprobs is not None:
+        message.logprobs = logprobs
+    message.stop.stop_strings.extend(stop)
+    message.stop.stop_token_ids.extend(stop_token_ids)
+    message.stop.ignore_eos = ignore_eos
+    return message
+
+
+class Client:
+    """One channel to a router. Errors of the server are raised as TwinpoolError with the server's reason."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._channel = channel(endpoint)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel; calls in flight are cancelled."""
+        await self._channel.close(None)
+
+    async def stream(
+        self, message: pb.GenerateRequest, *, timeout: float | None = None
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Yields the events of an answer. Leaving the loop early cancels the request. ``timeout`` in seconds."""
+        call = self._stub.Generate(message, timeout=timeout)
+        try:
+            async for event in call:
+                yield event
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def complete(self, message: pb.GenerateRequest, *, timeout: float | None = None) -> Completion:
+        """Collects a whole answer."""
+        answer = Completion()
+        async for event in self.stream(message, timeout=timeout):
+            kind = event.WhichOneof("event")
+            if kind == "started":
+                answer.started = event.started
+            elif kind == "tokens":
+                answer.add(event.tokens)
+            elif kind == "finished":
+                answer.finished = event.finished
+        return answer
+
+    async def models(self) -> list[pb.Model]:
+        """The models that the cluster serves."""
+        try:
+            return list((await self._stub.ListModels(pb.ListModelsRequest())).models)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def tokenize(self, message: pb.TokenizeRequest) -> list[int]:
+        """The token ids that Generate would use."""
+        try:
+            return list((await self._stub.Tokenize(message)).token_ids)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
