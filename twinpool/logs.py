@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -94,11 +94,11 @@ def setup(level: str = "info", json: bool | None = None, stream: TextIO | None =
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """The module's logger: ``get_logger(__name__)``. Works before :func:`setup` with structlog's defaults."""
-    return cast(structlog.stdlib.BoundLogger, structlog.stdlib.get_logger(name))
+    return structlog.stdlib.get_logger(name)
 
 
 def bind_context(**fields: Any) -> None:
-    """Adds fields (request_id, worker ...) to every event of this task or thread, until :func:`clear_context`."""
+    """Adds fields (request_id, worker ...) to all events of this task or thread until :func:`clear_context`."""
     structlog.contextvars.bind_contextvars(**fields)
 
 

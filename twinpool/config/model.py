@@ -26,7 +26,7 @@ from twinpool.config.sections import (
     WorkerSection,
 )
 
-# A prompt between router and worker: 4 bytes a token, a hash of 16 bytes for each block of at least 16 tokens.
+# A prompt between router and worker: 4 bytes a token, and 16 for the hash of each block of 16 or more.
 _WIRE_BYTES_PER_TOKEN = 5
 _WIRE_OVERHEAD_BYTES = 64 * 1024
 
@@ -93,8 +93,8 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
         )
     if transfer.read_deadline_seconds >= transfer.lease_seconds:
         yield (
-            f"transfer.read_deadline_seconds: {transfer.read_deadline_seconds} is not below transfer.lease_seconds = "
-            f"{transfer.lease_seconds}; a read must end while its blocks are pinned"
+            f"transfer.read_deadline_seconds: {transfer.read_deadline_seconds} is not below "
+            f"transfer.lease_seconds = {transfer.lease_seconds}; a read must end while its blocks are pinned"
         )
     if (
         transfer.backend == "nixl"
@@ -105,8 +105,8 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
     wire = router.max_prompt_tokens * _WIRE_BYTES_PER_TOKEN + _WIRE_OVERHEAD_BYTES
     if wire > rpc.max_message_bytes:
         yield (
-            f"rpc.max_message_bytes: {rpc.max_message_bytes} is too small for a prompt of router.max_prompt_tokens = "
-            f"{router.max_prompt_tokens}, which takes up to {wire} bytes between router and worker"
+            f"rpc.max_message_bytes: {rpc.max_message_bytes} is too small for a prompt of "
+            f"router.max_prompt_tokens = {router.max_prompt_tokens}, which takes up to {wire} bytes between router and worker"
         )
     yield from _file_rules(config)
 
@@ -139,6 +139,6 @@ def sections() -> dict[str, type[Section]]:
     found: dict[str, type[Section]] = {}
     for section, info in TwinpoolConfig.model_fields.items():
         kind: Any = info.annotation
-        assert isinstance(kind, type) and issubclass(kind, Section)
+        assert issubclass(kind, Section)
         found[section] = kind
     return found

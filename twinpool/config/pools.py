@@ -11,32 +11,32 @@ from twinpool.config.base import Section
 class ControlSection(Section):
     """The control process."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(0, ge=0, le=65535, description="Port of the ControlService; 0: a free one.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the ControlService; 0: a free one.")
 
 
 class PoolsSection(Section):
     """How many workers the control process runs, and how Ray runs them."""
 
-    prefill_workers: int = Field(1, ge=0, le=4096, description="Prefill workers of the pool.")
-    decode_workers: int = Field(1, ge=0, le=4096, description="Decode workers of the pool.")
-    routers: int = Field(1, ge=0, le=64, description="Router processes of a local cluster.")
+    prefill_workers: int = Field(default=1, ge=0, le=4096, description="Prefill workers of the pool.")
+    decode_workers: int = Field(default=1, ge=0, le=4096, description="Decode workers of the pool.")
+    routers: int = Field(default=1, ge=0, le=64, description="Router processes of a local cluster.")
     start_timeout_seconds: float = Field(
-        300.0,
+        default=300.0,
         gt=0,
         le=86400,
         description="Longest wait until a worker is ready, in seconds. Covers the load of its weights.",
     )
     ray_address: str = Field(
-        "",
+        default="",
         description="Address of a running Ray cluster; empty: a local one is started for the control process.",
     )
     ray_object_store_bytes: int = Field(
-        80 << 20,
+        default=80 << 20,
         ge=78_643_200,
         le=1 << 40,
         description="Object store of the local Ray, in bytes. Ray's least: KV never passes through it.",
     )
     max_restarts: int = Field(
-        -1, ge=-1, le=1 << 20, description="How often Ray restarts a worker that died; -1: always."
+        default=-1, ge=-1, le=1 << 20, description="How often Ray restarts a worker that died; -1: always."
     )

@@ -13,89 +13,109 @@ MiB = 1 << 20
 class RouterSection(Section):
     """A router."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(0, ge=0, le=65535, description="Port of the gRPC services; 0: a free one.")
-    name: OptionalName = Field("", description="Stable name; empty: router and a random suffix.")
-    pool: Name = Field("default", description="Pool whose workers answer.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the gRPC services; 0: a free one.")
+    name: OptionalName = Field(default="", description="Stable name; empty: router and a random suffix.")
+    pool: Name = Field(default="default", description="Pool whose workers answer.")
     tokenizer_threads: int = Field(
-        1, ge=1, le=64, description="Threads that tokenise, beside the event loop."
+        default=1, ge=1, le=64, description="Threads that tokenise, beside the event loop."
     )
 
     max_message_bytes: int = Field(
-        16 * MiB,
+        default=16 * MiB,
         ge=1024,
         le=1 << 30,
         description="Largest request of a client, in bytes. Bounds memory a request.",
     )
     max_prompt_tokens: int = Field(
-        1 << 20,
+        default=1 << 20,
         ge=1,
         le=1 << 26,
         description="Longest prompt in tokens, whatever the model's context limit is.",
     )
     max_prompt_chars: int = Field(
-        8 * MiB, ge=1, le=1 << 28, description="Longest prompt in characters, checked before it is tokenised."
+        default=8 * MiB,
+        ge=1,
+        le=1 << 28,
+        description="Longest prompt in characters, checked before it is tokenised.",
     )
-    max_output_tokens: int = Field(1 << 17, ge=1, le=1 << 26, description="Largest max_tokens of a request.")
-    max_choices: int = Field(16, ge=1, le=16, description="Largest n. Each choice holds its own blocks.")
-    max_logprobs: int = Field(20, ge=0, le=20, description="Most alternatives a token.")
+    max_output_tokens: int = Field(
+        default=1 << 17, ge=1, le=1 << 26, description="Largest max_tokens of a request."
+    )
+    max_choices: int = Field(
+        default=16, ge=1, le=16, description="Largest n. Each choice holds its own blocks."
+    )
+    max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives a token.")
     max_stop_strings: int = Field(
-        16, ge=0, le=256, description="Most stop strings; each is searched in every answer."
+        default=16, ge=0, le=256, description="Most stop strings; each is searched in every answer."
     )
     max_stop_string_chars: int = Field(
-        256, ge=1, le=4096, description="Longest stop string in characters; so much text may be held back."
+        default=256,
+        ge=1,
+        le=4096,
+        description="Longest stop string in characters; so much text may be held back.",
     )
-    max_stop_token_ids: int = Field(64, ge=0, le=4096, description="Most stop token ids.")
-    max_chat_messages: int = Field(4096, ge=1, le=1 << 20, description="Most turns of a conversation.")
-    max_tenant_chars: int = Field(64, ge=1, le=256, description="Longest tenant name in characters.")
+    max_stop_token_ids: int = Field(default=64, ge=0, le=4096, description="Most stop token ids.")
+    max_chat_messages: int = Field(
+        default=4096, ge=1, le=1 << 20, description="Most turns of a conversation."
+    )
+    max_tenant_chars: int = Field(default=64, ge=1, le=256, description="Longest tenant name in characters.")
 
-    max_queue_requests: int = Field(4096, ge=1, le=1 << 24, description="Most requests that may wait.")
+    max_queue_requests: int = Field(
+        default=4096, ge=1, le=1 << 24, description="Most requests that may wait."
+    )
     max_queue_tokens: int = Field(
-        8 << 20, ge=1, le=1 << 40, description="Most prompt tokens that may wait, over all requests."
+        default=8 << 20, ge=1, le=1 << 40, description="Most prompt tokens that may wait, over all requests."
     )
     max_queue_bytes: int = Field(
-        256 * MiB, ge=1024, le=1 << 40, description="Most memory of waiting requests, in bytes."
+        default=256 * MiB, ge=1024, le=1 << 40, description="Most memory of waiting requests, in bytes."
     )
     max_tenant_requests: int = Field(
-        0, ge=0, le=1 << 24, description="Most requests of one tenant in flight; 0: no limit."
+        default=0, ge=0, le=1 << 24, description="Most requests of one tenant in flight; 0: no limit."
     )
     tenant_tokens_per_second: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=1e12,
         description="Token rate of one tenant, prompt and max_tokens together; 0: no limit.",
     )
     tenant_burst_tokens: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=1e12,
         description="Tokens that a tenant may take at once above its rate; 0: ten seconds' worth.",
     )
     queue_ttl_seconds: float = Field(
-        60.0, gt=0, le=86400, description="Longest wait in the queue, in seconds."
+        default=60.0, gt=0, le=86400, description="Longest wait in the queue, in seconds."
     )
     ageing_seconds: float = Field(
-        10.0,
+        default=10.0,
         gt=0,
         le=86400,
         description="A waiting request rises one priority each time this passes, in seconds.",
     )
-    max_attempts: int = Field(3, ge=1, le=100, description="Most placements of one request.")
+    max_attempts: int = Field(default=3, ge=1, le=100, description="Most placements of one request.")
     prefill_window_tokens: int = Field(
-        16384,
+        default=16384,
         ge=1,
         le=1 << 30,
         description="Most prompt tokens placed on one prefill worker at a time; the rest waits where it can still be placed elsewhere.",
     )
     transfer_window_requests: int = Field(
-        32, ge=1, le=1 << 16, description="Most hand-offs towards one decode worker at a time."
+        default=32, ge=1, le=1 << 16, description="Most hand-offs towards one decode worker at a time."
     )
     quarantine_seconds: float = Field(
-        2.0, ge=0, le=3600, description="How long a worker whose stream broke gets no work, in seconds."
+        default=2.0,
+        ge=0,
+        le=3600,
+        description="How long a worker whose stream broke gets no work, in seconds.",
     )
     cancel_timeout_seconds: float = Field(
-        5.0, gt=0, le=600, description="Longest wait for a worker to acknowledge a cancel, in seconds."
+        default=5.0,
+        gt=0,
+        le=600,
+        description="Longest wait for a worker to acknowledge a cancel, in seconds.",
     )
     drain_timeout_seconds: float = Field(
-        30.0, ge=0, le=86400, description="Longest wait for running streams at a stop, in seconds."
+        default=30.0, ge=0, le=86400, description="Longest wait for running streams at a stop, in seconds."
     )

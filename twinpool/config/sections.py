@@ -18,28 +18,30 @@ MiB = 1 << 20
 class ClusterConfig(Section):
     """Which cluster this process belongs to, and its etcd."""
 
-    name: Name = Field("local", description="Name of the cluster; part of every etcd key.")
+    name: Name = Field(default="local", description="Name of the cluster; part of every etcd key.")
     etcd_endpoints: Endpoints = Field(
-        ("127.0.0.1:2379",),
+        default=("127.0.0.1:2379",),
         min_length=1,
         max_length=9,
         description="etcd members as host:port; all are tried. In the environment: comma-separated.",
     )
-    etcd_user: str = Field("", description="etcd user; empty: no authentication.")
-    etcd_password_file: str = Field("", description="File that holds the etcd user's password.")
+    etcd_user: str = Field(default="", description="etcd user; empty: no authentication.")
+    etcd_password_file: str = Field(default="", description="File that holds the etcd user's password.")
     etcd_ca_file: str = Field(
-        "", description="PEM file of the CA that signed etcd's certificate; empty: no TLS."
+        default="", description="PEM file of the CA that signed etcd's certificate; empty: no TLS."
     )
-    etcd_cert_file: str = Field("", description="PEM file of this process's client certificate for etcd.")
-    etcd_key_file: str = Field("", description="PEM file of that certificate's private key.")
+    etcd_cert_file: str = Field(
+        default="", description="PEM file of this process's client certificate for etcd."
+    )
+    etcd_key_file: str = Field(default="", description="PEM file of that certificate's private key.")
     etcd_timeout_seconds: float = Field(
-        2.0,
+        default=2.0,
         ge=0.1,
         le=60,
         description="Deadline of one etcd call, in seconds. Short: a silent member must not stall a lease.",
     )
     lease_ttl_seconds: int = Field(
-        10,
+        default=10,
         ge=2,
         le=3600,
         description="Life of a registration without a keep-alive, in seconds. At least 2: etcd counts whole seconds.",
@@ -49,17 +51,21 @@ class ClusterConfig(Section):
 class ModelSection(Section):
     """The model that a worker serves."""
 
-    path: str = Field("", description="Directory with config.json, safetensors and the tokenizer.")
-    name: str = Field("", max_length=256, description="Served name; empty: the last part of the path.")
+    path: str = Field(default="", description="Directory with config.json, safetensors and the tokenizer.")
+    name: str = Field(
+        default="", max_length=256, description="Served name; empty: the last part of the path."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type of weights and KV. float32 is the fast and exact one on CPU."
+        default="float32", description="Type of weights and KV. float32 is the fast and exact one on CPU."
     )
     attention: Literal["latent", "gqa"] = Field(
-        "latent",
+        default="latent",
         description="How a GQA model is run: through the latent (MLA) path by exact re-expression, or as it is.",
     )
     max_context_tokens: int = Field(
-        0, ge=0, description="Most tokens that prompt and output may have together; 0: the model's own limit."
+        default=0,
+        ge=0,
+        description="Most tokens that prompt and output may have together; 0: the model's own limit.",
     )
 
 
@@ -67,17 +73,17 @@ class KVConfig(Section):
     """The KV pool of a worker."""
 
     num_blocks: int = Field(
-        1024, ge=2, le=1 << 24, description="Blocks in the pool; its memory is allocated at start."
+        default=1024, ge=2, le=1 << 24, description="Blocks in the pool; its memory is allocated at start."
     )
     block_tokens: int = Field(
-        64,
+        default=64,
         ge=16,
         le=128,
         multiple_of=16,
         description="Token positions a block; a multiple of 16 that kernels can tile. Part of the fingerprint.",
     )
     poison_freed: bool = Field(
-        False,
+        default=False,
         description="Fill freed blocks with NaN, so that a read of them shows. For tests: it costs a write.",
     )
 
@@ -85,56 +91,57 @@ class KVConfig(Section):
 class SchedulerSection(Section):
     """What one step of a worker may contain."""
 
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences in one step.")
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences in one step.")
     max_batched_tokens: int = Field(
-        2048,
+        default=2048,
         ge=1,
         le=1 << 20,
         description="Most tokens in one step, prefill and decode together; bounds step time.",
     )
     max_chunk_tokens: int = Field(
-        512,
+        default=512,
         ge=1,
         le=1 << 20,
         description="Most prompt tokens of one sequence in one step. Smaller chunks let the pull of KV overlap more.",
     )
-    policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting sequences.")
+    policy: Literal["fcfs", "priority"] = Field(default="fcfs", description="Order of the waiting sequences.")
 
 
 class TransferConfig(Section):
     """How KV blocks move."""
 
     backend: Literal["nixl", "loopback"] = Field(
-        "nixl",
+        default="nixl",
         description="nixl moves blocks between processes; loopback only inside one process, for tests.",
     )
     ucx_tls: str = Field(
-        "tcp,sm,self",
+        default="tcp,sm,self",
         description="UCX transports. tcp must be among them. With GPUs add cuda_copy,cuda_ipc; with RDMA add rc.",
     )
     lease_seconds: float = Field(
-        30.0,
+        default=30.0,
         ge=1,
         le=3600,
         description="How long an owner keeps offered blocks pinned without a sign of the reader, in seconds.",
     )
     read_deadline_seconds: float = Field(
-        10.0,
+        default=10.0,
         ge=0.1,
         le=600,
         description="Longest time of one read, in seconds. NIXL never reports a hung peer, so this does.",
     )
     digest: Literal["off", "sample", "always"] = Field(
-        "off", description="Check a digest of pulled blocks: never, for one block in 64, or for all of them."
+        default="off",
+        description="Check a digest of pulled blocks: never, for one block in 64, or for all of them.",
     )
     poll_microseconds: int = Field(
-        150,
+        default=150,
         ge=10,
         le=100_000,
         description="Poll period of the transfer thread while reads are in flight, in microseconds.",
     )
     idle_poll_microseconds: int = Field(
-        2000,
+        default=2000,
         ge=10,
         le=1_000_000,
         description="Poll period when nothing is in flight, in microseconds; bounds how long an idle owner stalls a reader.",
@@ -144,17 +151,19 @@ class TransferConfig(Section):
 class WorkerSection(Section):
     """A prefill or decode worker."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on and to register.")
-    port: int = Field(0, ge=0, le=65535, description="Port of the gRPC services; 0: a free one.")
-    name: OptionalName = Field("", description="Stable name; empty: role and a random suffix.")
-    pool: Name = Field("default", description="Pool that the worker joins.")
-    threads: int = Field(1, ge=1, le=1024, description="CPU threads of the engine.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:<index>.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on and to register.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the gRPC services; 0: a free one.")
+    name: OptionalName = Field(default="", description="Stable name; empty: role and a random suffix.")
+    pool: Name = Field(default="default", description="Pool that the worker joins.")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of the engine.")
+    device: str = Field(
+        default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:<index>."
+    )
     report_interval_seconds: float = Field(
-        0.25, ge=0.01, le=60, description="Time between two load reports to a router, in seconds."
+        default=0.25, ge=0.01, le=60, description="Time between two load reports to a router, in seconds."
     )
     drain_timeout_seconds: float = Field(
-        30.0, ge=0, le=86400, description="Longest wait for running requests at a stop, in seconds."
+        default=30.0, ge=0, le=86400, description="Longest wait for running requests at a stop, in seconds."
     )
 
 
@@ -162,10 +171,10 @@ class LogConfig(Section):
     """Logs on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level that is written."
+        default="info", description="Least level that is written."
     )
     format: Literal["auto", "json", "console"] = Field(
-        "auto", description="auto: JSON unless stderr is a terminal."
+        default="auto", description="auto: JSON unless stderr is a terminal."
     )
 
     @property
@@ -177,21 +186,21 @@ class LogConfig(Section):
 class MetricsConfig(Section):
     """The Prometheus endpoint."""
 
-    enabled: bool = Field(True, description="Serve /metrics.")
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(0, ge=0, le=65535, description="Port; 0: a free one.")
+    enabled: bool = Field(default=True, description="Serve /metrics.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port; 0: a free one.")
 
 
 class TlsConfig(Section):
     """Mutual TLS of every gRPC connection inside the cluster. All three files, or none."""
 
     cert_file: str = Field(
-        "", description="PEM file of this process's certificate chain. Read anew when it changes."
+        default="", description="PEM file of this process's certificate chain. Read anew when it changes."
     )
-    key_file: str = Field("", description="PEM file of its private key.")
-    ca_file: str = Field("", description="PEM file of the CA that signed the peers' certificates.")
+    key_file: str = Field(default="", description="PEM file of its private key.")
+    ca_file: str = Field(default="", description="PEM file of the CA that signed the peers' certificates.")
     server_name: str = Field(
-        "", description="Name to expect in a server's certificate; empty: the host dialled."
+        default="", description="Name to expect in a server's certificate; empty: the host dialled."
     )
 
     @property
@@ -204,17 +213,20 @@ class RpcConfig(Section):
     """gRPC settings of connections inside the cluster, and keep-alive of all."""
 
     max_message_bytes: int = Field(
-        64 * MiB,
+        default=64 * MiB,
         ge=MiB,
         le=1 << 30,
         description="Largest message between router and workers, in bytes. gRPC's default of 4 MiB is too small for long prompts.",
     )
     keepalive_seconds: float = Field(
-        10.0, ge=1, le=3600, description="Time between two HTTP/2 pings on a silent connection, in seconds."
+        default=10.0,
+        ge=1,
+        le=3600,
+        description="Time between two HTTP/2 pings on a silent connection, in seconds.",
     )
     keepalive_timeout_seconds: float = Field(
-        5.0, ge=0.1, le=600, description="A ping unanswered for so many seconds ends the connection."
+        default=5.0, ge=0.1, le=600, description="A ping unanswered for so many seconds ends the connection."
     )
     connect_timeout_seconds: float = Field(
-        5.0, ge=0.1, le=600, description="Longest wait for a connection, in seconds."
+        default=5.0, ge=0.1, le=600, description="Longest wait for a connection, in seconds."
     )

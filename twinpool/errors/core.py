@@ -19,7 +19,7 @@ class TwinpoolError(Exception):
     """An error of the table, with what is known of this instance.
 
     ``reason``: a key of the table (KeyError otherwise: a typo must not become a silent INTERNAL).
-    ``message``: names field, value and limit; None takes the table's text. Never holds prompt text or token ids.
+    ``message``: names field, value and limit, never prompt text or token ids; None takes the table's text.
     ``retry_after``: seconds after which a retry makes sense; travels as ``RetryInfo``.
     ``metadata``: short facts for machines (limit, worker, attempt ...); travels as ``ErrorInfo.metadata``.
     ``field``: dotted path of the offending request field; travels as a ``BadRequest`` field violation.

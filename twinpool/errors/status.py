@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -65,7 +65,7 @@ def to_status(error: TwinpoolError) -> Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext, error: TwinpoolError) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TwinpoolError) -> NoReturn:
     """Ends the call with the error's status and details. Never returns."""
     status = to_status(error)
     await context.abort(error.code, status.message, ((_DETAILS_KEY, status.SerializeToString()),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gRPC as every Twinpool process uses it: explicit limits, keep-alive, mutual TLS, health, errors by the table."""
+"""gRPC as every Twinpool process uses it: limits, keep-alive, mutual TLS, health, errors by the table."""
 
 from twinpool.rpc.client import channel, wait_ready
 from twinpool.rpc.deadline import Deadline

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
@@ -25,7 +26,7 @@ class Deadline:
         return cls(None if seconds is None else time.monotonic() + seconds)
 
     @classmethod
-    def of_call(cls, context: grpc.aio.ServicerContext) -> Deadline:
+    def of_call(cls, context: grpc.aio.ServicerContext[Any, Any]) -> Deadline:
         """The deadline that the caller set on the call."""
         left = context.time_remaining()
         return cls() if left is None or left > _FOREVER_SECONDS else cls.after(max(0.0, left))

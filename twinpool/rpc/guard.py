@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -18,28 +18,34 @@ from twinpool.logs import get_logger
 
 _log = get_logger(__name__)
 
-_Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+if TYPE_CHECKING:
+    _Method = grpc.RpcMethodHandler[Any, Any]
+
+_Handler = Callable[[Any, Any], Any]
 
 # Ends that gRPC itself raises or expects; they are not errors of ours.
 _PASS = (asyncio.CancelledError, grpc.aio.AbortError)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """A servicer raises TwinpoolError; the client gets its status. Anything else becomes INTERNAL, without its text."""
+    """A servicer raises TwinpoolError and the client gets its status.
+
+    Any other exception becomes INTERNAL, without its text.
+    """
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Method | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """Wraps the handler that serves this call."""
+    ) -> _Method | None:
+        """Wraps the handler that serves this call; None: no one does."""
         found: Any = await continuation(handler_call_details)
         if found is None:
-            return found  # type: ignore[no-any-return]
+            return None
         method = handler_call_details.method
         make = getattr(grpc, f"{_arity(found)}_rpc_method_handler")
         wrapped = _guard(getattr(found, _arity(found)), method, streams=bool(found.response_streaming))
-        handler: grpc.RpcMethodHandler = make(
+        handler: _Method = make(
             wrapped,
             request_deserializer=found.request_deserializer,
             response_serializer=found.response_serializer,
@@ -56,7 +62,7 @@ def _arity(handler: Any) -> str:
 def _guard(inner: _Handler, method: str, *, streams: bool) -> _Handler:
     if streams and inspect.isasyncgenfunction(inner):
 
-        async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
                 async with contextlib.aclosing(inner(request, context)) as answers:
                     async for answer in answers:
@@ -68,7 +74,7 @@ def _guard(inner: _Handler, method: str, *, streams: bool) -> _Handler:
 
         return generate
 
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await inner(request, context)
         except _PASS:
@@ -79,7 +85,7 @@ def _guard(inner: _Handler, method: str, *, streams: bool) -> _Handler:
     return call
 
 
-async def _end(error: Exception, method: str, context: grpc.aio.ServicerContext) -> NoReturn:
+async def _end(error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     if not isinstance(error, TwinpoolError):
         # The exception's text may hold user content: log where it happened, not what it says.
         frames = traceback.format_list(traceback.extract_tb(error.__traceback__))

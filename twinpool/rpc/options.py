@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channel arguments. Nothing that matters is left to gRPC's defaults (4 MiB messages, port sharing, proxies)."""
+"""Channel arguments. None that matters is left to gRPC's defaults (4 MiB messages, shared ports, proxies)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server_options(
 ) -> Options:
     """Options of a server. ``max_message_bytes``: both directions; None takes ``rpc.max_message_bytes``.
 
-    ``reuse_port`` lets several processes share a port; off, a second bind fails instead of stealing connections.
+    ``reuse_port`` lets several processes share a port; off, a second bind fails and steals no connections.
     """
     return [
         *_common(config, config.max_message_bytes if max_message_bytes is None else max_message_bytes),
@@ -51,7 +51,7 @@ def client_options(
         ("grpc.enable_retries", 0),
         # A proxy of the environment must not see traffic inside the cluster.
         ("grpc.enable_http_proxy", 0),
-        # Two channels to one address must not share a connection in back-off: a restarted peer is tried at once.
+        # Channels to one address must not share a connection in back-off: a restarted peer is tried at once.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_MS),
         ("grpc.min_reconnect_backoff_ms", _MIN_RECONNECT_MS),

@@ -24,8 +24,8 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class Server:
     """Add services, bind, start, mark as serving, stop. All on one event loop.
 
-    Servicers may raise TwinpoolError: the client gets its status. Health of the process ("") and of each service is
-    NOT_SERVING until :meth:`set_serving`.
+    Servicers may raise TwinpoolError: the client gets its status. Health of the process ("") and of each
+    service is NOT_SERVING until :meth:`set_serving`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Health goes to NOT_SERVING, new calls are refused, running ones get ``grace_seconds``, then are cancelled."""
+        """Health goes to NOT_SERVING, new calls are refused; running ones have ``grace_seconds`` to end."""
         await self._health.enter_graceful_shutdown()
         await self.raw.stop(grace_seconds)
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -48,7 +50,9 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
     """Server credentials that demand a client certificate and follow the files."""
     files = _Files(tls)
-    return grpc.dynamic_ssl_server_credentials(files.load(), files.fetch, require_client_authentication=True)
+    # The stubs do not know that None means "no change".
+    fetch: Callable[[], Any] = files.fetch
+    return grpc.dynamic_ssl_server_credentials(files.load(), fetch, require_client_authentication=True)
 
 
 class _Files:
@@ -68,7 +72,7 @@ class _Files:
         return loaded
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC for each new connection. None keeps the present files, also while a renewal is half done."""
+        """Called for each new connection. None keeps the present files, also while a renewal is half done."""
         try:
             if self._stamps() == self._stamp:
                 return None
