@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the small files around a tokenizer.json, in all the forms that published checkpoints have."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twinpool.text.errors import TokenizerLoadError
+
+TokenizerConfig = Mapping[str, Any]
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """A JSON object; ``{}`` for a missing file if it is optional. Raises TokenizerLoadError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        if optional:
+            return {}
+        raise TokenizerLoadError(f"{path}: missing") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerLoadError(f"{path}: {error}") from error
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TokenizerLoadError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A token is written as its text or as an object with its text and flags."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
+        return str(value["content"])
+    return None
+
+
+def read_special_tokens(root: Path, config: TokenizerConfig) -> dict[str, str]:
+    """Named special tokens. tokenizer_config.json goes before the older special_tokens_map.json."""
+    merged = {**read_json(root / "special_tokens_map.json", optional=True), **config}
+    extra = merged.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        merged = {**merged, **extra}
+    # Models with images or tools name tokens of their own, all called "..._token".
+    names = [*_NAMED, *(name for name in merged if name.endswith("_token") and name not in _NAMED)]
+    found = {name: _token_text(merged.get(name)) for name in names}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def read_added_tokens(config: TokenizerConfig) -> tuple[list[dict[str, Any]], list[str]]:
+    """Added tokens with their flags, in the order of their ids, and the texts of extra special ones."""
+    declared = []
+    decoder = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(decoder.items(), key=lambda item: int(item[0])):
+        flags = {flag: bool(token[flag]) for flag in _TOKEN_FLAGS if flag in token}
+        declared.append({"content": str(token["content"]), **flags})
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    texts = [] if isinstance(extra, Mapping) else [_token_text(token) for token in extra]
+    return declared, [text for text in texts if text is not None]
+
+
+def read_chat_templates(root: Path, config: TokenizerConfig) -> dict[str, str]:
+    """Templates by name. Files go before tokenizer_config.json; {} if the model has none."""
+    templates: dict[str, str] = {}
+    paths = {"default": root / "chat_template.jinja"}
+    paths.update({path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))})
+    for name, path in paths.items():
+        if path.is_file():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerLoadError(f"{path}: {error}") from error
+    if templates:
+        return templates
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    return {}
+
+
+def read_eos_ids(root: Path) -> list[int]:
+    """Ids that end generation, by generation_config.json if it says, else by config.json; [] if neither says."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(root / name, optional=True).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise TokenizerLoadError(
+                f"{root / name}: eos_token_id {value!r} is not a token id or a list of them"
+            )
+        if ids:
+            return ids
+    return []

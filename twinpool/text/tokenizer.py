@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's tokenizer: text and chat messages to token ids, and back.
+
+It reads the files that ``transformers`` reads (``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``,
+``generation_config.json``, ``config.json``) and gives the same ids, without importing it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from twinpool.text.chat_template import ChatTemplate, Message
+from twinpool.text.detokenizer import Detokenizer, DetokenizerFactory
+from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
+from twinpool.text.files import (
+    TokenizerConfig,
+    read_added_tokens,
+    read_chat_templates,
+    read_eos_ids,
+    read_json,
+    read_special_tokens,
+)
+
+
+class Tokenizer:
+    """Thread-safe after construction: holds no state of a request."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """Use :meth:`from_pretrained`. ``chat_templates`` by name: "default" and perhaps "tool_use"."""
+        self._backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._templates = {name: ChatTemplate(text, special_tokens) for name, text in chat_templates.items()}
+        self._eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self._detokenizers = DetokenizerFactory(backend)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> "Tokenizer":
+        """Reads a checkpoint's directory. Raises TokenizerLoadError, which names the file at fault."""
+        root = Path(directory)
+        path = root / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerLoadError(f"{path}: missing; a checkpoint needs its tokenizer in this format")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for all that it can't parse
+            raise TokenizerLoadError(f"{path}: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_json(root / "tokenizer_config.json", optional=True)
+        special_tokens = read_special_tokens(root, config)
+        _add_tokens(backend, config, special_tokens)
+        _set_affixes(backend, config, special_tokens)
+        eos = read_eos_ids(root)
+        if not eos and "eos_token" in special_tokens:
+            eos = [_id_of(backend, special_tokens["eos_token"])]
+        try:
+            return cls(
+                backend,
+                special_tokens=special_tokens,
+                chat_templates=read_chat_templates(root, config),
+                eos_token_ids=eos,
+            )
+        except TokenizerLoadError as error:
+            raise TokenizerLoadError(f"{root}: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id, added tokens included. A model's own figure may be larger (padding)."""
+        return self._detokenizers.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: of generation_config.json, else of config.json, else the tokenizer's."""
+        return self._eos_token_ids
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Named special tokens ("bos_token" ...) as text."""
+        return self._special_tokens
+
+    @property
+    def has_chat_template(self) -> bool:
+        return "default" in self._templates
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> NDArray[np.int32]:
+        """Token ids of ``text``, by default with the special tokens that the tokenizer adds around a text."""
+        return np.asarray(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> NDArray[np.int32]:
+        """Token ids of a conversation under the model's template. Raises ChatTemplateError."""
+        text = self.render_chat(messages, add_generation_prompt, tools=tools)
+        # The template writes special tokens itself: adding them again would double the first one.
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation under the model's template. Raises ChatTemplateError."""
+        template = self._templates.get("tool_use") if tools is not None else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError("this model has no chat template: send text or token ids")
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The whole text of ``token_ids``. Raises UnknownTokenError."""
+        stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return stream.push(token_ids) + stream.flush()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for one stream of tokens."""
+        return self._detokenizers.create(skip_special_tokens=skip_special_tokens)
+
+
+def _add_tokens(backend: Backend, config: TokenizerConfig, special_tokens: Mapping[str, str]) -> None:
+    """Makes tokens that only the configuration names known to the backend, as ``transformers`` does at load."""
+    added = backend.get_added_tokens_decoder()
+    known = {token.content for token in added.values()}
+    declared, extra = read_added_tokens(config)
+    backend.add_tokens([AddedToken(**token) for token in declared if token["content"] not in known])
+    special = [*special_tokens.values(), *extra]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+
+
+def _id_of(backend: Backend, text: str) -> int:
+    token_id = backend.token_to_id(text)
+    if token_id is None:
+        raise TokenizerLoadError(f"the special token {text!r} is not in the vocabulary")
+    return int(token_id)
+
+
+def _set_affixes(backend: Backend, config: TokenizerConfig, special_tokens: Mapping[str, str]) -> None:
+    """Where the configuration says whether BOS and EOS are added, that replaces what tokenizer.json says."""
+    explicit = "add_bos_token" in config or "add_eos_token" in config
+    if not explicit and backend.post_processor is not None:
+        return
+    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
+    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
+    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+    used = [(text, _id_of(backend, text)) for text in (bos, eos) if text]
+    # One sequence is all that is ever encoded here; the library wants a form for pairs too.
+    backend.post_processor = TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=used)
