@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations that kernels implement: exact signatures, shapes and edge cases.
+
+Common to all: ``pages`` is one layer of the pool, ``[blocks, block_tokens, width]``, whose block stride may be
+larger than a page. Causality is aligned at the end: query token ``j`` of ``q_len`` sees the first
+``context - q_len + j + 1`` KV entries. A query that sees nothing (``context`` 0, or ``q_len > context``) has output
+0 and LSE ``-inf``. KV entries outside ``context`` may hold anything, NaN included, and never leak into a result.
+LSE is the natural logarithm of the sum of exponentials of the scaled scores. Sums are accumulated in float32
+(float64 for float64 inputs); outputs have the query's dtype and LSE is float32 (or float64).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kernels.registry import BLOCK_MAJOR, Capability, KernelRegistry
+
+
+class AttentionResult(NamedTuple):
+    """``output [T, heads, dim]``; ``lse [T, heads]`` if it was asked for."""
+
+    output: Tensor
+    lse: Tensor | None
+
+
+class WriteKV(Protocol):
+    """Stores ``rows [T, width]`` at ``batch.slots``."""
+
+    def __call__(self, pages: Tensor, rows: Tensor, batch: AttentionBatch) -> None: ...
+
+
+class MlaPagedAttention(Protocol):
+    """Absorbed attention: every head scores whole cache rows and sums their first ``latent_dim`` values.
+
+    ``query [T, heads, width]`` (not scaled) -> output ``[T, heads, latent_dim]``. The first ``score_from`` values of
+    every query are known to be zero, so a kernel may leave those columns out of the scores.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        pages: Tensor,
+        batch: AttentionBatch,
+        *,
+        latent_dim: int,
+        scale: float,
+        score_from: int = 0,
+        with_lse: bool = False,
+    ) -> AttentionResult: ...
+
+
+class MlaExpandedAttention(Protocol):
+    """The same attention with keys and values expanded from the latent, for prefill: cheaper when queries are many.
+
+    ``query [T, heads, nope + rope]``; ``expand_keys [heads, nope, latent]`` and ``expand_values [heads, v, latent]``
+    are the two halves of ``kv_b_proj``; output ``[T, heads, v]``. Equal to the absorbed form up to rounding.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        pages: Tensor,
+        batch: AttentionBatch,
+        *,
+        expand_keys: Tensor,
+        expand_values: Tensor,
+        scale: float,
+        with_lse: bool = False,
+    ) -> AttentionResult: ...
+
+
+class GqaPagedAttention(Protocol):
+    """Grouped-query attention over rows ``[V of all KV heads | K of all KV heads]``.
+
+    ``query [T, heads, head_dim]`` -> output ``[T, heads, head_dim]``; head ``h`` uses KV head
+    ``h // (heads / kv_heads)``.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        pages: Tensor,
+        batch: AttentionBatch,
+        *,
+        kv_heads: int,
+        scale: float,
+        with_lse: bool = False,
+    ) -> AttentionResult: ...
+
+
+class MergeAttention(Protocol):
+    """Joins attention over disjoint parts of the context.
+
+    ``outputs [parts, T, heads, dim]``, ``lse [parts, T, heads]`` -> what one pass over all parts would give. An empty
+    part (LSE ``-inf``) changes nothing, whatever its output holds.
+    """
+
+    def __call__(self, outputs: Tensor, lse: Tensor) -> AttentionResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels that a model runs with, one for each operation."""
+
+    write_kv: WriteKV
+    mla_paged_attention: MlaPagedAttention
+    mla_expanded_attention: MlaExpandedAttention
+    gqa_paged_attention: GqaPagedAttention
+    merge_attention: MergeAttention
+
+    @classmethod
+    def select(
+        cls,
+        registry: KernelRegistry,
+        capability: Capability,
+        dtype: torch.dtype,
+        *,
+        layout: str = BLOCK_MAJOR,
+        backend: str | None = None,
+    ) -> "Kernels":
+        """Raises KernelNotFoundError if an operation has no kernel that fits."""
+
+        def find(operation: str) -> object:
+            kernel = registry.select(
+                operation, capability=capability, dtype=dtype, layout=layout, backend=backend
+            )
+            return kernel.function
+
+        return cls(
+            write_kv=cast(WriteKV, find("write_kv")),
+            mla_paged_attention=cast(MlaPagedAttention, find("mla_paged_attention")),
+            mla_expanded_attention=cast(MlaExpandedAttention, find("mla_expanded_attention")),
+            gqa_paged_attention=cast(GqaPagedAttention, find("gqa_paged_attention")),
+            merge_attention=cast(MergeAttention, find("merge_attention")),
+        )
