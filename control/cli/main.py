@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``twinpool`` command: one file a verb beside this one."""
+
+import json
+import platform
+from typing import Annotated
+
+import typer
+
+import twinpool
+from twinpool import logs
+from twinpool.control.cli import config, get, model, serve
+from twinpool.control.cli.demo import demo
+from twinpool.control.cli.doctor import doctor
+from twinpool.control.cli.generate import chat, generate
+from twinpool.control.cli.up import down, up
+
+app = typer.Typer(
+    help="Serve language models from a prefill pool and a decode pool.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(up)
+app.command()(down)
+app.add_typer(serve.app, name="serve")
+app.command()(generate)
+app.command()(chat)
+app.add_typer(get.app, name="get")
+app.add_typer(model.app, name="model")
+app.add_typer(config.app, name="config")
+app.command()(doctor)
+
+
+@app.command()
+def version(output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text") -> None:
+    """Print the version."""
+    if output == "json":
+        print(json.dumps({"twinpool": twinpool.__version__, "python": platform.python_version()}))
+    else:
+        print(f"twinpool {twinpool.__version__}")
+
+
+def main() -> None:
+    """Entry point of the ``twinpool`` script."""
+    logs.setup("warning")
+    app()
+
+
+if __name__ == "__main__":
+    main()

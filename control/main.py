@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control process of a cluster whose etcd runs elsewhere: the pools through Ray, and the ControlService."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from twinpool.config import TwinpoolConfig
+from twinpool.control.pools import RayPools
+from twinpool.control.service import ControlServer
+from twinpool.control.view import ClusterView
+from twinpool.logs import get_logger
+from twinpool.rpc import run, stop_event
+from twinpool.store import connect_store
+
+log = get_logger(__name__)
+
+
+def run_control(config: TwinpoolConfig) -> int:
+    """Runs until SIGINT or SIGTERM; returns the exit code."""
+    return run(_control(config))
+
+
+async def _control(config: TwinpoolConfig) -> int:
+    stopping = stop_event()
+    store = await asyncio.to_thread(connect_store, config.cluster)
+    view = ClusterView(store, config)
+    pools = RayPools(config, Path(tempfile.gettempdir()))
+    server = ControlServer(config, view)
+    try:
+        await view.start()
+        await server.start()
+        log.info("control_serving", endpoint=server.endpoint)
+        await pools.start()
+        await pools.launch()
+        while not stopping.is_set():
+            pools.check()
+            try:
+                await asyncio.wait_for(stopping.wait(), timeout=1.0)
+            except TimeoutError:
+                continue
+        return 0
+    finally:
+        await server.stop()
+        await pools.stop()
+        await view.stop()
+        await asyncio.to_thread(store.close)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pools: workers as Ray actors. Ray places them, restarts them and reports how they ended."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from twinpool.config import TwinpoolConfig, to_yaml
+from twinpool.errors import TwinpoolError
+from twinpool.logs import get_logger
+
+ACTOR_STOP_SECONDS = 15.0
+ROLES = ("prefill", "decode")
+
+log = get_logger(__name__)
+
+
+class RayPools:
+    """Runs the configured number of workers of each role. All methods on one event loop; Ray's calls run in a thread."""
+
+    def __init__(self, config: TwinpoolConfig, log_dir: Path) -> None:
+        """``log_dir``: each worker writes ``<name>.log`` there."""
+        self._config = config
+        self._log_dir = log_dir
+        self._actors: dict[str, Any] = {}
+        self._started: dict[str, asyncio.Future[Any]] = {}
+        self._session_dir: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the workers."""
+        return sorted(self._actors)
+
+    async def start(self) -> None:
+        """Joins the configured Ray cluster or starts a local one."""
+        await asyncio.to_thread(self._init)
+
+    def _init(self) -> None:
+        # Set before the import: Ray reads them once.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        pools = self._config.pools
+        if pools.ray_address:
+            ray.init(
+                address=pools.ray_address,
+                namespace=self._namespace,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+            return
+        context = ray.init(
+            num_cpus=max(1, pools.prefill_workers + pools.decode_workers),
+            include_dashboard=False,
+            object_store_memory=pools.ray_object_store_bytes,
+            namespace=self._namespace,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        self._session_dir = str(context.address_info["session_dir"])
+
+    @property
+    def _namespace(self) -> str:
+        return f"twinpool-{self._config.cluster.name}"
+
+    async def launch(self) -> None:
+        """Creates the actors; returns once all are on their way. Readiness shows in the store."""
+        pools = self._config.pools
+        for role, count in zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True):
+            for index in range(count):
+                await asyncio.to_thread(self._create, role, f"{self._config.worker.pool}-{role}-{index}")
+
+    def _create(self, role: str, name: str) -> None:
+        import ray
+
+        from twinpool.worker.actor import WorkerActor
+
+        worker = self._config.worker.model_copy(update={"name": name})
+        text = to_yaml(self._config.model_copy(update={"worker": worker}))
+        actor = (
+            ray.remote(WorkerActor)
+            .options(name=name, num_cpus=1, max_restarts=self._config.pools.max_restarts, max_concurrency=8)
+            .remote(text, role, str(self._log_dir / f"{name}.log"))
+        )
+        self._actors[name] = actor
+
+    def check(self) -> None:
+        """Raises the error of a worker that could not start. Call it while waiting for readiness."""
+        for name, actor in self._actors.items():
+            if name not in self._started:
+                self._started[name] = asyncio.ensure_future(_call(actor.start.remote()))
+            future = self._started[name]
+            if future.done() and (error := future.exception()) is not None:
+                raise _cause(name, error)
+
+    async def stop(self) -> None:
+        """Stops every worker in order, then the local Ray."""
+        for future in self._started.values():
+            future.cancel()
+        await asyncio.gather(*self._started.values(), return_exceptions=True)
+        await asyncio.gather(*(self._stop_actor(name, actor) for name, actor in self._actors.items()))
+        self._actors.clear()
+        await asyncio.to_thread(self._shutdown)
+
+    async def _stop_actor(self, name: str, actor: Any) -> None:
+        import ray
+
+        try:
+            await asyncio.wait_for(_call(actor.stop.remote()), ACTOR_STOP_SECONDS)
+        except Exception as error:  # the actor may be dead, restarting or stuck: it is killed either way
+            log.warning("worker_stop_failed", worker=name, error=type(error).__name__)
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(ray.kill, actor, no_restart=True)
+
+    def _shutdown(self) -> None:
+        import ray
+
+        ray.shutdown()
+        if self._session_dir is not None:
+            shutil.rmtree(self._session_dir, ignore_errors=True)
+
+
+async def _call(reference: Any) -> Any:
+    return await reference
+
+
+def _cause(name: str, error: BaseException) -> TwinpoolError:
+    """What a worker's start raised; Ray wraps it."""
+    cause: object = getattr(error, "cause", None)
+    if isinstance(cause, TwinpoolError):
+        return TwinpoolError(cause.reason, f"{name}: {cause.message}", metadata=cause.metadata)
+    return TwinpoolError("INTERNAL", f"{name} could not start: {error}")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process behind ``twinpool up``: runs a local cluster until it is told to stop, and publishes where it listens."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import psutil
+
+from twinpool import logs
+from twinpool.config import TwinpoolConfig, load_config
+from twinpool.control import state
+from twinpool.control.local import LocalCluster
+from twinpool.errors import TwinpoolError, as_twinpool_error
+from twinpool.rpc import run, stop_event
+
+log = logs.get_logger(__name__)
+
+
+def main() -> int:
+    """Entry point of ``python -m twinpool.control.supervisor``; the configuration comes by the environment."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--embedded-store", action="store_true")
+    arguments = parser.parse_args()
+    config = load_config()
+    logs.setup(config.log.level, config.log.as_json)
+    return run(_supervise(config, arguments.embedded_store))
+
+
+async def _supervise(config: TwinpoolConfig, embedded_store: bool) -> int:
+    stopping = stop_event()
+    directory = state.directory(config.cluster.name)
+    cluster = LocalCluster(config, directory, embedded_store=embedded_store)
+    try:
+        await cluster.start(lambda name, detail: _progress(directory, name, detail), stopping)
+        state.write(_state(config, cluster))
+        log.info("cluster_up", routers=cluster.router_endpoints, control=cluster.control_endpoint)
+        await stopping.wait()
+        return 0
+    except Exception as error:
+        known = as_twinpool_error(error)
+        log.exception("cluster_failed", reason=known.reason)
+        _failure(directory, known)
+        return 1
+    finally:
+        await cluster.stop()
+        state.remove(config.cluster.name)
+
+
+def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:
+    process = psutil.Process()
+    return state.LocalState(
+        cluster=config.cluster.name,
+        pid=process.pid,
+        started_at=process.create_time(),
+        model=config.model.name or Path(config.model.path).name,
+        store_kind=cluster.store_kind,
+        store_endpoint=cluster.store_endpoint,
+        control_endpoint=cluster.control_endpoint,
+        router_endpoints=cluster.router_endpoints,
+    )
+
+
+def _progress(directory: Path, name: str, detail: str) -> None:
+    (directory / "progress.json").write_text(json.dumps({"stage": name, "detail": detail}))
+
+
+def _failure(directory: Path, error: TwinpoolError) -> None:
+    (directory / "progress.json").write_text(json.dumps({"error": error.message, "reason": error.reason}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

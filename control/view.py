@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store says of a cluster: its workers and routers, followed by watches."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from twinpool.config import TwinpoolConfig
+from twinpool.errors import TwinpoolError
+from twinpool.membership import RouterWatch, WorkerWatch
+from twinpool.store import Store
+from twinpool.v1.control_pb2 import WORKER_STATE_READY, RouterRecord, WorkerRecord
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.1
+
+
+class ClusterView:
+    """Live lists of workers and routers. All methods on one event loop."""
+
+    def __init__(self, store: Store, config: TwinpoolConfig) -> None:
+        self._workers = WorkerWatch(store, config.cluster.name)
+        self._routers = RouterWatch(store, config.cluster.name)
+
+    async def start(self) -> None:
+        """Starts to follow the store."""
+        await self._workers.start()
+        await self._routers.start()
+
+    async def stop(self) -> None:
+        """Ends the watches."""
+        await self._workers.stop()
+        await self._routers.stop()
+
+    def workers(self, pool: str = "") -> list[WorkerRecord]:
+        """Registered workers, ordered by name; of one pool if given."""
+        records = [record for record in self._workers.records() if not pool or record.pool == pool]
+        return sorted(records, key=lambda record: record.worker.name)
+
+    def routers(self) -> list[RouterRecord]:
+        """Registered routers, ordered by name."""
+        return sorted(self._routers.records(), key=lambda record: record.name)
+
+    async def wait_workers(
+        self, count: int, timeout: float, progress: Callable[[int], None], check: Callable[[], None]
+    ) -> list[WorkerRecord]:
+        """Returns once ``count`` workers are ready. ``check`` may raise what keeps them from it."""
+
+        def ready() -> list[WorkerRecord] | None:
+            check()
+            found = [record for record in self.workers() if record.state == WORKER_STATE_READY]
+            progress(len(found))
+            return found if len(found) >= count else None
+
+        return await _wait(ready, timeout, f"{count} ready workers")
+
+    async def wait_routers(self, count: int, timeout: float, check: Callable[[], None]) -> list[RouterRecord]:
+        """Returns once ``count`` routers are registered."""
+
+        def ready() -> list[RouterRecord] | None:
+            check()
+            found = self.routers()
+            return found if len(found) >= count else None
+
+        return await _wait(ready, timeout, f"{count} routers")
+
+
+async def _wait(ready: Callable[[], T | None], timeout: float, what: str) -> T:
+    deadline = asyncio.get_running_loop().time() + timeout
+    while (found := ready()) is None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise TwinpoolError("DEADLINE_EXCEEDED", f"waited {timeout:g} s in vain for {what}")
+        await asyncio.sleep(POLL_SECONDS)
+    return found
