@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric of every process: names, help, labels and buckets. Nothing else defines one.
+
+Names are ``twinpool_<component>_<what>_<unit>``, with vLLM's suffixes where vLLM has the same metric. Label sets are
+bounded: pool, role, worker, reason, code; never a request id. One process has one router or one worker, so labels
+that would be constant are left to the scraper.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Final
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info, start_http_server
+
+from twinpool import __version__
+from twinpool.errors import TwinpoolError
+
+# Seconds. As vLLM, so that its dashboards fit.
+TTFT_BUCKETS: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 80.0,
+)  # fmt: skip
+LATENCY_BUCKETS: Final = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+SHORT_BUCKETS: Final = (
+    10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0,
+)  # fmt: skip
+TOKEN_BUCKETS: Final = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+BYTE_BUCKETS: Final = tuple(float(1 << e) for e in range(12, 37, 2))
+COUNT_BUCKETS: Final = tuple(float(1 << e) for e in range(0, 15))
+RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+
+# --- every process ------------------------------------------------------------------------
+
+BUILD_INFO: Final = Info("twinpool_build", "Version of the process.")
+BUILD_INFO.info({"version": __version__, "python": platform.python_version()})
+
+# --- router: requests ---------------------------------------------------------------------
+
+ROUTER_REQUESTS = Counter(
+    "twinpool_router_requests",
+    "Requests that ended, by gRPC code and reason (OK and empty for success).",
+    ["code", "reason"],
+)
+ROUTER_REQUEST_SUCCESS = Counter(
+    "twinpool_router_request_success", "Choices that finished, by reason.", ["finished_reason"]
+)
+ROUTER_INFLIGHT_REQUESTS = Gauge("twinpool_router_inflight_requests", "Requests received and not ended.")
+ROUTER_REQUESTS_RUNNING = Gauge("twinpool_router_num_requests_running", "Requests placed and not ended.")
+ROUTER_REQUESTS_WAITING = Gauge("twinpool_router_num_requests_waiting", "Requests in the queue.")
+ROUTER_QUEUE_TOKENS = Gauge("twinpool_router_queue_tokens", "Prompt tokens of the requests in the queue.")
+ROUTER_REJECTIONS = Counter(
+    "twinpool_router_rejections", "Requests refused at admission, by reason.", ["reason"]
+)
+ROUTER_ATTEMPTS = Counter("twinpool_router_attempts", "Placements made.")
+ROUTER_RETRIES = Counter(
+    "twinpool_router_retries", "Attempts that failed and were placed anew, by failure reason.", ["reason"]
+)
+ROUTER_PROMPT_TOKENS = Counter("twinpool_router_prompt_tokens", "Prompt tokens of accepted requests.")
+ROUTER_GENERATION_TOKENS = Counter("twinpool_router_generation_tokens", "Tokens sent to clients.")
+ROUTER_REQUEST_PROMPT_TOKENS = Histogram(
+    "twinpool_router_request_prompt_tokens", "Length of a prompt in tokens.", buckets=TOKEN_BUCKETS
+)
+ROUTER_REQUEST_GENERATION_TOKENS = Histogram(
+    "twinpool_router_request_generation_tokens", "Tokens generated for a request.", buckets=TOKEN_BUCKETS
+)
+ROUTER_TTFT = Histogram(
+    "twinpool_router_time_to_first_token_seconds",
+    "From a request's arrival to its first token.",
+    buckets=TTFT_BUCKETS,
+)
+ROUTER_ITL = Histogram(
+    "twinpool_router_inter_token_latency_seconds",
+    "Between two messages with tokens of one choice.",
+    buckets=ITL_BUCKETS,
+)
+ROUTER_TPOT = Histogram(
+    "twinpool_router_request_time_per_output_token_seconds",
+    "Mean time between the tokens of a request, after the first.",
+    buckets=ITL_BUCKETS,
+)
+ROUTER_E2E = Histogram(
+    "twinpool_router_e2e_request_latency_seconds",
+    "From a request's arrival to its end.",
+    buckets=LATENCY_BUCKETS,
+)
+ROUTER_QUEUE_TIME = Histogram(
+    "twinpool_router_request_queue_time_seconds", "Waiting for admission.", buckets=LATENCY_BUCKETS
+)
+ROUTER_PREFILL_TIME = Histogram(
+    "twinpool_router_request_prefill_time_seconds",
+    "From the decode worker's reservation to the first token.",
+    buckets=LATENCY_BUCKETS,
+)
+ROUTER_HANDOFF_TIME = Histogram(
+    "twinpool_router_request_handoff_time_seconds",
+    "From the first token until the decode worker holds all KV.",
+    buckets=TTFT_BUCKETS,
+)
+ROUTER_DECODE_TIME = Histogram(
+    "twinpool_router_request_decode_time_seconds",
+    "From the end of the hand-off to the last token.",
+    buckets=LATENCY_BUCKETS,
+)
+ROUTER_TOKENIZE_TIME = Histogram(
+    "twinpool_router_tokenize_time_seconds", "Tokenising and hashing one prompt.", buckets=SHORT_BUCKETS
+)
+ROUTER_PLAN_TIME = Histogram(
+    "twinpool_router_plan_time_seconds", "One call of the core's plan.", buckets=SHORT_BUCKETS
+)
+
+# --- router: locality and workers ---------------------------------------------------------
+
+ROUTER_PREDICTED_CACHED_TOKENS = Counter(
+    "twinpool_router_predicted_cached_tokens", "Prompt tokens that placement expected in the cache."
+)
+ROUTER_CACHED_TOKENS = Counter(
+    "twinpool_router_cached_tokens", "Prompt tokens that the prefill worker found in its cache."
+)
+ROUTER_KV_HIT_RATE = Histogram(
+    "twinpool_router_kv_hit_rate", "Cached share of a prompt, 0 to 1.", buckets=RATIO_BUCKETS
+)
+ROUTER_INDEX_BLOCKS = Gauge("twinpool_router_index_blocks", "Block hashes in the prefix index.")
+ROUTER_WORKERS = Gauge("twinpool_router_workers", "Workers known, by role and state.", ["role", "state"])
+ROUTER_SESSIONS = Gauge("twinpool_router_sessions", "Open sessions with workers.")
+ROUTER_SESSION_FAILURES = Counter(
+    "twinpool_router_session_failures", "Sessions that broke or could not be opened, by role.", ["role"]
+)
+ROUTER_QUARANTINES = Counter("twinpool_router_quarantines", "Workers put into quarantine, by role.", ["role"])
+ROUTER_UNKNOWN_EVENTS = Counter(
+    "twinpool_router_unknown_events",
+    "Messages of workers that belong to no known attempt, by kind.",
+    ["kind"],
+)
+
+# --- worker: engine -----------------------------------------------------------------------
+
+WORKER_REQUESTS_RUNNING = Gauge("twinpool_worker_num_requests_running", "Sequences in running state.")
+WORKER_REQUESTS_WAITING = Gauge(
+    "twinpool_worker_num_requests_waiting", "Sequences waiting for their first step."
+)
+WORKER_WAITING_PREFILL_TOKENS = Gauge(
+    "twinpool_worker_waiting_prefill_tokens", "Prompt tokens not computed yet."
+)
+WORKER_KV_USAGE = Gauge(
+    "twinpool_worker_kv_cache_usage_perc", "Share of blocks that sequences or pins hold, 0 to 1."
+)
+WORKER_BLOCKS = Gauge(
+    "twinpool_worker_kv_blocks", "Blocks by state: free, cached, held, pinned, quarantined.", ["state"]
+)
+WORKER_CACHE_CONFIG = Info("twinpool_worker_cache_config", "Layout of the KV pool.")
+WORKER_PREFIX_QUERIES = Counter(
+    "twinpool_worker_prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+)
+WORKER_PREFIX_HITS = Counter("twinpool_worker_prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+WORKER_PREEMPTIONS = Counter("twinpool_worker_num_preemptions", "Sequences preempted for lack of blocks.")
+WORKER_EVICTED_BLOCKS = Counter("twinpool_worker_evicted_blocks", "Cached blocks given to other content.")
+WORKER_PROMPT_TOKENS = Counter("twinpool_worker_prompt_tokens", "Prompt tokens computed.")
+WORKER_GENERATION_TOKENS = Counter("twinpool_worker_generation_tokens", "Tokens drawn.")
+WORKER_STEP_TIME = Histogram(
+    "twinpool_worker_step_time_seconds", "One step: plan, model, sampling.", buckets=ITL_BUCKETS
+)
+WORKER_PLAN_TIME = Histogram(
+    "twinpool_worker_plan_time_seconds", "The scheduler's share of a step.", buckets=SHORT_BUCKETS
+)
+WORKER_STEP_TOKENS = Histogram("twinpool_worker_step_tokens", "Tokens in one step.", buckets=TOKEN_BUCKETS)
+WORKER_STEP_FAILURES = Counter("twinpool_worker_step_failures", "Steps that raised.")
+WORKER_ATTEMPT_FAILURES = Counter(
+    "twinpool_worker_attempt_failures", "Attempts that this worker failed or refused, by reason.", ["reason"]
+)
+WORKER_CANCELLED_ATTEMPTS = Counter("twinpool_worker_cancelled_attempts", "Attempts ended by a cancel.")
+WORKER_CANCEL_TIME = Histogram(
+    "twinpool_worker_cancel_time_seconds", "From a cancel to its acknowledgement.", buckets=TTFT_BUCKETS
+)
+WORKER_SESSIONS = Gauge("twinpool_worker_sessions", "Open sessions with routers.")
+WORKER_MODEL_LOAD_TIME = Gauge("twinpool_worker_model_load_seconds", "Time that loading the model took.")
+
+# --- worker: hand-off and NIXL ------------------------------------------------------------
+
+NIXL_XFER_TIME = Histogram(
+    "twinpool_worker_nixl_xfer_time_seconds", "One read, from post to done.", buckets=SHORT_BUCKETS
+)
+NIXL_POST_TIME = Histogram(
+    "twinpool_worker_nixl_post_time_seconds", "Posting one read.", buckets=SHORT_BUCKETS
+)
+NIXL_BYTES = Histogram("twinpool_worker_nixl_bytes_transferred", "Bytes of one read.", buckets=BYTE_BUCKETS)
+NIXL_DESCRIPTORS = Histogram(
+    "twinpool_worker_nixl_num_descriptors", "Descriptors of one read.", buckets=COUNT_BUCKETS
+)
+NIXL_FAILED_TRANSFERS = Counter(
+    "twinpool_worker_nixl_num_failed_transfers", "Reads that failed or timed out, by reason.", ["reason"]
+)
+NIXL_FAILED_NOTIFICATIONS = Counter(
+    "twinpool_worker_nixl_num_failed_notifications", "Releases that could not be sent to the owner."
+)
+NIXL_KV_EXPIRED = Counter(
+    "twinpool_worker_nixl_num_kv_expired_reqs", "Offers whose lease ended before the reader released them."
+)
+HANDOFF_FENCE_FAILURES = Counter(
+    "twinpool_worker_fence_failures", "Tickets or reads that a fence refused, by reason.", ["reason"]
+)
+HANDOFF_OFFERS = Gauge("twinpool_worker_offers", "Offers that hold pins.")
+HANDOFF_TRANSFERS = Gauge("twinpool_worker_transfers", "Reads in flight.")
+HANDOFF_QUARANTINED_BLOCKS = Gauge(
+    "twinpool_worker_quarantined_blocks", "Destination blocks that wait for the end of a read."
+)
+HANDOFF_UNKNOWN_TRANSFERS = Counter(
+    "twinpool_worker_unknown_transfers", "Messages about a transfer that is not known, by kind.", ["kind"]
+)
+HANDOFF_PEERS = Gauge("twinpool_worker_peers", "Workers connected for hand-off.")
+
+# --- store and membership -----------------------------------------------------------------
+
+STORE_CALLS = Histogram(
+    "twinpool_store_call_time_seconds",
+    "One call of etcd, by operation.",
+    ["operation"],
+    buckets=SHORT_BUCKETS,
+)
+STORE_FAILURES = Counter("twinpool_store_failures", "Calls of etcd that failed, by operation.", ["operation"])
+STORE_CONNECTED = Gauge("twinpool_store_watch_connected", "1 while the watch is established.", ["watch"])
+STORE_WATCH_RESTARTS = Counter(
+    "twinpool_store_watch_restarts", "Watches set up anew, by cause.", ["watch", "cause"]
+)
+MEMBERSHIP_REGISTERED = Gauge("twinpool_membership_registered", "1 while this process is registered.")
+MEMBERSHIP_LEASE_LOSSES = Counter("twinpool_membership_lease_losses", "Leases that ended against our will.")
+MEMBERSHIP_INVALID_RECORDS = Counter(
+    "twinpool_membership_invalid_records", "Records in etcd that could not be used, by cause.", ["cause"]
+)
+MEMBERSHIP_EVENTS = Counter(
+    "twinpool_membership_events", "Changes of the workers seen in etcd, by kind.", ["kind"]
+)
+
+
+def start_http(host: str = "127.0.0.1", port: int = 0) -> int:
+    """Serves /metrics on a thread of its own until the process ends. Returns the bound port.
+
+    Raises PORT_UNAVAILABLE.
+    """
+    try:
+        server, _thread = start_http_server(port, addr=host, registry=REGISTRY)
+    except OSError as error:
+        raise TwinpoolError(
+            "PORT_UNAVAILABLE", f"cannot serve metrics on {host}:{port}: {error.strerror}"
+        ) from None
+    return int(server.server_port)
