@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executes step plans: copies blocks, runs the model over the paged cache, draws the next tokens."""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.models.base import DecoderModel
+from twinpool.engine.sampling import Sample, SequenceDraw, TokenLogprobs, sample
+from twinpool.engine.step import Drawn, Plan, PlanArrays, PlanError, PlanLimits, StepResult, check_plan
+from twinpool.engine.warmup import WARMUP_PARAMS, warmup_plans
+from twinpool.logs import get_logger
+
+__all__ = ["Drawn", "ModelRunner", "Plan", "PlanError", "SequenceDraw", "StepResult"]
+
+log = get_logger(__name__)
+
+
+class Pool(Protocol):
+    """What the runner needs of ``twinpool.engine.kv.pool.KVPool``."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def data(self) -> Tensor:
+        """``[blocks, layers, block_tokens, width]``."""
+        ...
+
+    def copy_blocks(self, pairs: NDArray[np.int32]) -> None: ...
+
+
+class ModelRunner:
+    """One model over one pool. ``step`` and ``warmup`` must be called from one thread at a time."""
+
+    def __init__(
+        self, model: DecoderModel, pool: Pool, *, threads: int | None = None, validate: bool = False
+    ) -> None:
+        """``threads``: intra-op threads of torch, for the whole process; None leaves them. ``validate`` checks every
+        plan before it is run (some tens of microseconds)."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._model = model.eval()
+        self._pool = pool
+        self._device = pool.data.device
+        self._validate = validate
+        self._limits = PlanLimits(
+            num_blocks=pool.num_blocks,
+            block_tokens=pool.block_tokens,
+            vocab_size=model.config.vocab_size,
+            max_positions=model.config.max_position_embeddings,
+        )
+
+    @torch.inference_mode()
+    def step(self, plan: Plan, draws: Sequence[SequenceDraw]) -> StepResult:
+        """Runs ``plan``; ``draws[i]`` says how to draw for ``plan.seq[i]`` (unused where nothing is sampled).
+
+        Every drawn token has been appended to its draw (and to its siblings') on return. If this raises, no draw has
+        changed, and the plan is to be aborted: what it wrote lies beyond the sequences' computed tokens. Raises
+        PlanError for a plan that contradicts itself or the draws.
+        """
+        arrays = PlanArrays.of(plan)
+        if len(draws) != len(arrays.seq):
+            raise PlanError(f"{len(draws)} draws for {len(arrays.seq)} sequences")
+        if self._validate:
+            check_plan(arrays, self._limits)
+        if len(arrays.copies):
+            self._pool.copy_blocks(arrays.copies)
+        sampled = np.flatnonzero(arrays.sample)
+        hidden = self._forward(arrays, arrays.q_start[1:][sampled].astype(np.int64) - 1)
+        if not len(sampled):
+            return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
+        return self._draw(self._model.logits(hidden), sampled, draws)
+
+    @torch.inference_mode()
+    def warmup(self, *, max_batched_tokens: int = 512, max_num_seqs: int = 8) -> float:
+        """Runs a prefill and a decode step of these sizes, so that the first request does not pay for lazy set-up.
+
+        The blocks that it uses are put back as they were. Returns the seconds it took.
+        """
+        started = time.monotonic()
+        for plan in warmup_plans(self._limits, max_batched_tokens, max_num_seqs):
+            blocks = torch.from_numpy(np.unique(plan.block_table[plan.block_table >= 0]).astype(np.int64))
+            blocks = blocks.to(self._device)
+            saved = self._pool.data[blocks]
+            try:
+                hidden = self._forward(plan, plan.q_start[1:].astype(np.int64) - 1)
+                sample(self._model.logits(hidden), [SequenceDraw(WARMUP_PARAMS)] * len(plan.seq))
+            finally:
+                self._pool.data[blocks] = saved
+        seconds = time.monotonic() - started
+        log.info("model_warm", seconds=round(seconds, 3))
+        return seconds
+
+    def _forward(self, plan: PlanArrays, last_rows: NDArray[np.int64]) -> Tensor:
+        batch = AttentionBatch.build(
+            q_start=plan.q_start,
+            context=plan.context,
+            block_table=plan.block_table,
+            slots=plan.slots,
+            block_tokens=self._limits.block_tokens,
+            num_decodes=plan.num_decodes,
+            last_rows=last_rows,
+            device=self._device,
+        )
+        ids = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
+        positions = torch.from_numpy(plan.positions.astype(np.int64)).to(self._device)
+        hidden: Tensor = self._model(ids, positions, self._pool.data, batch)
+        return hidden
+
+    def _draw(self, logits: Tensor, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
+        """``logits[m, vocab]`` of the ``m`` sampled sequences."""
+        flat: list[SequenceDraw] = []
+        rows: list[int] = []
+        for row, index in enumerate(sampled.tolist()):
+            group = (draws[index], *draws[index].siblings)
+            flat.extend(group)
+            rows.extend([row] * len(group))
+        if len(flat) > len(sampled):
+            logits = logits[torch.tensor(rows, device=self._device)]
+        result = _unflatten(sample(logits, flat), sampled, draws)
+        for index in sampled.tolist():
+            if index not in result.failed:
+                draws[index].append(int(result.tokens[index]))
+                for sibling, drawn in zip(draws[index].siblings, result.siblings.get(index, ()), strict=True):
+                    sibling.append(drawn.token)
+        return result
+
+
+def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
+    """Puts flat draws, each sequence's siblings behind it, in their places in the plan."""
+    tokens = np.zeros(len(draws), np.int32)
+    entries = drawn.logprobs
+    logprobs: list[TokenLogprobs | None] | None = None if entries is None else [None] * len(draws)
+    siblings: dict[int, list[Drawn]] = {}
+    failed: list[int] = []
+    at = 0
+    for index in sampled.tolist():
+        end = at + 1 + len(draws[index].siblings)
+        if drawn.failed[at:end].any():
+            failed.append(index)
+        else:
+            tokens[index] = drawn.tokens[at]
+            if entries is not None and logprobs is not None:
+                logprobs[index] = entries[at]
+            if end > at + 1:
+                siblings[index] = [
+                    Drawn(int(drawn.tokens[i]), None if entries is None else entries[i])
+                    for i in range(at + 1, end)
+                ]
+        at = end
+    if failed:
+        log.error("logits_not_finite", sequences=len(failed))
+    return StepResult(tokens, logprobs, siblings, tuple(failed))

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling: how the next token of each sequence is drawn from its logits."""
+
+from twinpool.engine.sampling.draw import SequenceDraw
+from twinpool.engine.sampling.logprobs import TokenLogprobs
+from twinpool.engine.sampling.params import MAX_LOGPROBS, DrawParams, DrawParamsError, Finish
+from twinpool.engine.sampling.sampler import Sample, sample
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "DrawParams",
+    "DrawParamsError",
+    "Finish",
+    "Sample",
+    "SequenceDraw",
+    "TokenLogprobs",
+    "sample",
+]
