@@ -5,13 +5,14 @@ import asyncio
 import time
 from collections.abc import Iterable
 
+from twinpool.config import RpcConfig
 from twinpool.rpc import channel
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
 
 
 async def inspect(endpoint: str) -> worker_pb2.InspectResponse:
     """A worker's own counts."""
-    async with channel(endpoint) as connection:
+    async with channel(endpoint, RpcConfig()) as connection:
         return await worker_pb2_grpc.WorkerServiceStub(connection).Inspect(
             worker_pb2.InspectRequest(), timeout=10
         )

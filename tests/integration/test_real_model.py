@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real small model through the whole cluster: the latent path, and the plain GQA path, both equal to ``transformers``."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.oracle import oracle
+from twinpool.client import request
+from twinpool.engine.fetch import fetch_model
+from twinpool.v1 import inference_pb2 as pb
+
+pytestmark = pytest.mark.integration
+
+SUBJECTS = [
+    "Paris",
+    "the moon",
+    "a steam engine",
+    "the Nile",
+    "bread",
+    "chess",
+    "a violin",
+    "gravity",
+    "bees",
+    "an atom",
+]
+FORMS = [
+    "What is {}?",
+    "Write one sentence about {}.",
+    "Continue: Once upon a time there was {} and",
+    "List three facts about {}. Be brief, be exact, do not repeat yourself, and number each of the facts from one to three.",
+]
+PROMPTS = [form.format(subject) for subject in SUBJECTS for form in FORMS]
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return fetch_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module", params=["latent", "gqa"])
+def cluster(
+    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    settings = {"model.attention": request.param, "kv.num_blocks": 256}
+    with running_cluster(tmp_path_factory.mktemp("real"), smollm2, settings) as running:
+        yield running
+
+
+async def test_forty_prompts_equal_the_oracle(cluster: Cluster) -> None:
+    reference = oracle(cluster.model)
+    wrong = []
+    async with cluster.client() as client:
+
+        async def ask(prompt: str) -> None:
+            chat = [("user", prompt)]
+            message = pb.TokenizeRequest()
+            message.chat.messages.add(role="user", content=prompt)
+            ids = await client.tokenize(message)
+            answer = await client.complete(
+                request(chat=chat, max_tokens=MAX_TOKENS, temperature=0.0), timeout=240
+            )
+            if answer.token_ids[0] != reference.greedy(ids, MAX_TOKENS):
+                wrong.append(prompt)
+
+        for start in range(0, len(PROMPTS), 8):
+            await asyncio.gather(*(ask(prompt) for prompt in PROMPTS[start : start + 8]))
+    assert not wrong
+    await cluster.assert_quiescent()
+
+
+async def test_it_knows_paris(cluster: Cluster) -> None:
+    async with cluster.client() as client:
+        answer = await client.complete(
+            request(chat=[("user", "What is the capital of France?")], max_tokens=16, temperature=0.0),
+            timeout=120,
+        )
+    assert "Paris" in answer.texts[0]
+    assert answer.finished.handoff.bytes > 0
+    await cluster.assert_quiescent()
