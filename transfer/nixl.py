@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent that moves bytes with NIXL over UCX: shared memory, TCP, RDMA or NVLink, host or device memory.
+
+Choices, with what was measured for them (two processes, blocks of 281,088 bytes, two cores):
+
+* One strided descriptor list a side, prepared once; a read picks blocks by index. Making a read of 256 scattered
+  blocks takes 38 us against 186 us for fresh descriptors, and NIXL joins blocks that are neighbours on both sides
+  (256 descriptors become 1), so nothing is coalesced here.
+* No progress thread: NIXL's spins on a core. ``poll`` and ``progress`` drive it instead.
+* A new incarnation has a new NIXL name, so an old peer stays loaded until its last read is fenced: removing it
+  earlier would lose sight of reads whose bytes still land.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.transfer import nixl_backend
+from twinpool.transfer.base import (
+    GENERATION_BYTES,
+    PENDING,
+    AgentBusy,
+    Blocks,
+    Fault,
+    Generations,
+    MemoryRegion,
+    PeerDescriptor,
+    PoolMemory,
+    ReadHandle,
+    ReadState,
+    ReadStatus,
+    TransferError,
+)
+from twinpool.transfer.descriptor import agent_name
+from twinpool.transfer.spans import Landing, cover
+
+_log = get_logger(__name__)
+
+_LANDING_ENTRIES_MIN = 1 << 16
+
+
+class _Link:
+    """A connected peer: its prepared descriptor lists and how many reads from it are not fenced."""
+
+    __slots__ = ("descriptor", "generations", "live", "lost", "pool", "retired")
+
+    def __init__(self, descriptor: PeerDescriptor, pool: Any, generations: Any) -> None:
+        self.descriptor = descriptor
+        self.pool = pool
+        self.generations = generations
+        self.live = 0
+        self.lost = False
+        self.retired = False
+
+
+class _Read(ReadHandle):
+    """A read and, if it reads generations, where they land and which of them were asked for."""
+
+    __slots__ = ("landing", "link", "positions", "raw", "state")
+
+    def __init__(self, raw: Any, link: _Link) -> None:
+        self.raw = raw
+        self.link = link
+        self.state = PENDING
+        self.landing: int | None = None
+        self.positions: Any = None
+
+
+class NixlAgent:
+    """See :class:`~twinpool.transfer.base.TransferAgent`. Make it, use it and close it on one thread."""
+
+    def __init__(
+        self,
+        worker: WorkerKey,
+        fingerprint: str,
+        pool: PoolMemory,
+        generations: Generations,
+        *,
+        ucx_tls: str | None = None,
+    ) -> None:
+        """Registers ``pool`` and the table ``generations`` (``uint64[num_blocks]``, kept by reference) once.
+
+        ``ucx_tls``: UCX transports such as "tcp,sm,self"; None leaves UCX_TLS as it is. Raises ImportError,
+        ValueError, or TransferError if NIXL refuses.
+        """
+        _check_table(generations, pool.num_blocks)
+        api = nixl_backend.load_api()
+        self._pool_memory = pool
+        self._table = generations
+        # Reads of generations land here. Like the pool it stays registered for the agent's life.
+        self._landing = np.zeros(max(_LANDING_ENTRIES_MIN, pool.num_blocks), dtype=np.uint64)
+        self._runs = Landing(len(self._landing))
+        self._links: dict[WorkerKey, _Link] = {}
+        self._retired: list[_Link] = []
+        self._reads: set[_Read] = set()
+        name = agent_name(worker)
+        table = MemoryRegion(generations.ctypes.data, generations.nbytes)
+        landing = MemoryRegion(self._landing.ctypes.data, self._landing.nbytes)
+        try:
+            with nixl_backend.ucx_environment(ucx_tls):
+                config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+                self._agent: Any = api.nixl_agent(name, config)
+            for region in (pool.region, table, landing):
+                entry = (region.address, region.length_bytes, region.device_id, "")
+                self._agent.register_memory([entry], region.memory_type)
+            self._own_pool = self._prepare("", pool.region, pool.block_bytes, pool.num_blocks)
+            self._own_landing = self._prepare("", landing, GENERATION_BYTES, len(self._landing))
+            metadata = self._agent.get_agent_metadata()
+        except Exception as error:
+            raise TransferError(nixl_backend.fault_of(error), nixl_backend.describe(error)) from error
+        self._descriptor = PeerDescriptor(
+            worker, fingerprint, pool.region, pool.block_bytes, pool.num_blocks, table, name, metadata
+        )
+
+    @property
+    def descriptor(self) -> PeerDescriptor:
+        return self._descriptor
+
+    def connect(self, peer: PeerDescriptor) -> None:
+        known = self._links.get(peer.worker)
+        if known is not None and not known.lost:
+            if known.descriptor != peer:
+                raise TransferError(Fault.PEER_REFUSED, f"{peer.worker} has changed its descriptor")
+            return
+        if known is not None and known.live:
+            raise TransferError(Fault.PEER_LOST, f"{known.live} reads from {peer.worker} are not fenced yet")
+        for worker in [w for w in self._links if w.name == peer.worker.name]:
+            self.disconnect(worker)
+        try:
+            self._links[peer.worker] = self._load(peer)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise TransferError(nixl_backend.fault_of(error), nixl_backend.describe(error)) from error
+
+    def disconnect(self, peer: WorkerKey) -> None:
+        link = self._links.pop(peer, None)
+        if link is None:
+            return
+        link.retired = True
+        self._retired.append(link)
+        self._drop_if_idle(link)
+
+    def connected(self, peer: WorkerKey) -> bool:
+        link = self._links.get(peer)
+        return link is not None and not link.lost
+
+    def read(self, peer: WorkerKey, remote: Blocks, local: Blocks) -> ReadHandle:
+        link = self._link(peer)
+        if len(remote) == 0 or len(remote) != len(local):
+            raise TransferError(Fault.INVALID, f"{len(remote)} blocks into {len(local)}")
+        _check_range(remote, link.descriptor.num_blocks, "remote")
+        _check_range(local, self._pool_memory.num_blocks, "local")
+        return self._post(link, self._own_pool, local, link.pool, remote, None)
+
+    def read_generations(self, peer: WorkerKey, remote: Blocks) -> ReadHandle:
+        link = self._link(peer)
+        if len(remote) == 0:
+            raise TransferError(Fault.INVALID, "generations of no block")
+        _check_range(remote, link.descriptor.num_blocks, "remote")
+        entries, positions = cover(remote)
+        if len(entries) > len(self._landing):
+            entries, positions = cover(remote, gap=1)
+        if len(entries) > len(self._landing):
+            raise TransferError(Fault.INVALID, f"generations of {len(entries)} blocks at once")
+        start = self._runs.take(len(entries))
+        if start is None:
+            raise AgentBusy
+        local = np.arange(start, start + len(entries), dtype=np.int32)
+        try:
+            handle = self._post(link, self._own_landing, local, link.generations, entries, start)
+        except TransferError:
+            self._runs.give(start)
+            raise
+        handle.positions = positions + start
+        return handle
+
+    def generations(self, handle: ReadHandle) -> Generations:
+        read = _own(handle)
+        if read.positions is None or read.state.status is not ReadStatus.DONE:
+            raise ValueError("not a finished read of generations")
+        values: Generations = self._landing[read.positions]
+        return values
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        read = _own(handle)
+        if read.state.status is ReadStatus.PENDING:
+            try:
+                state = nixl_backend.state_of_word(self._agent.check_xfer_state(read.raw), posting=False)
+            except Exception as error:
+                state = nixl_backend.state_of_error(error, posting=False)
+            self._settle(read, state)
+        return read.state
+
+    def release(self, handle: ReadHandle) -> None:
+        read = _own(handle)
+        if read.state.status is ReadStatus.PENDING:
+            raise ValueError("a pending read cannot be released: its bytes would still land")
+        if not read.state.fenced or read not in self._reads:
+            return  # an unfenced read keeps its resources until close()
+        self._reads.discard(read)
+        if read.landing is not None:
+            self._runs.give(read.landing)
+        self._quietly(read.raw.release)
+
+    def progress(self) -> None:
+        try:
+            self._agent.get_new_notifs()
+        except Exception as error:
+            # A peer that died may surface here; its reads report it themselves.
+            _log.warning("nixl_progress_failed", error=nixl_backend.describe(error))
+
+    def close(self) -> None:
+        for read in self._reads:
+            self._quietly(read.raw.release)
+        self._reads.clear()
+        for link in [*self._links.values(), *self._retired]:
+            self._quietly(link.pool.release)
+            self._quietly(link.generations.release)
+        self._links.clear()
+        self._retired.clear()
+        for own in (self._own_pool, self._own_landing):
+            self._quietly(own.release)
+        # The last reference: destroying the agent closes its connections, which is what fences. Memory stays
+        # registered until then on purpose: an explicit deregistration under a live TCP reader crashes this process.
+        del self._own_pool, self._own_landing, self._agent
+
+    def _link(self, peer: WorkerKey) -> _Link:
+        link = self._links.get(peer)
+        if link is None:
+            raise TransferError(Fault.PEER_UNKNOWN, f"{peer} is not connected")
+        if link.lost:
+            raise TransferError(Fault.PEER_LOST, f"the connection to {peer} broke")
+        return link
+
+    def _load(self, peer: PeerDescriptor) -> _Link:
+        name = self._agent.add_remote_agent(peer.agent_metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        if name != peer.agent_name:
+            self._quietly(self._agent.remove_remote_agent, name)
+            raise TransferError(Fault.PEER_REFUSED, f"metadata of {peer.agent_name} name another agent")
+        try:
+            pool = self._prepare(name, peer.pool, peer.block_bytes, peer.num_blocks)
+            generations = self._prepare(name, peer.generations, GENERATION_BYTES, peer.num_blocks)
+            self._agent.make_connection(name)
+        except Exception:
+            self._quietly(self._agent.remove_remote_agent, name)
+            raise
+        return _Link(peer, pool, generations)
+
+    def _prepare(self, agent: str, region: MemoryRegion, entry_bytes: int, count: int) -> Any:
+        strided = np.array([[region.address, entry_bytes, region.device_id, entry_bytes, count]], np.uint64)
+        return self._agent.prep_xfer_dlist(agent, strided, region.memory_type)
+
+    def _post(
+        self, link: _Link, own: Any, local: Blocks, their: Any, remote: Blocks, landing: int | None
+    ) -> _Read:
+        try:
+            raw = self._agent.make_prepped_xfer("READ", own, local, their, remote)
+        except Exception as error:
+            raise TransferError(nixl_backend.fault_of(error), nixl_backend.describe(error)) from error
+        read = _Read(raw, link)
+        read.landing = landing
+        self._reads.add(read)
+        link.live += 1
+        try:
+            state = nixl_backend.state_of_word(self._agent.transfer(raw), posting=True)
+        except Exception as error:
+            state = nixl_backend.state_of_error(error, posting=True)
+        self._settle(read, state)
+        return read
+
+    def _settle(self, read: _Read, state: ReadState) -> None:
+        read.state = state
+        if state.fault is Fault.PEER_LOST:
+            read.link.lost = True
+        if state.fenced:
+            read.link.live -= 1
+            self._drop_if_idle(read.link)
+
+    def _drop_if_idle(self, link: _Link) -> None:
+        if not link.retired or link.live:
+            return
+        self._retired.remove(link)
+        self._quietly(link.pool.release)
+        self._quietly(link.generations.release)
+        self._quietly(self._agent.remove_remote_agent, link.descriptor.agent_name)
+
+    def _quietly(self, call: Any, *arguments: Any) -> None:
+        """For what gives resources back: a dead peer makes some of these raise, and there is nothing left to do."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            _log.debug("nixl_cleanup_failed", error=nixl_backend.describe(error))
+
+
+def _own(handle: ReadHandle) -> _Read:
+    if not isinstance(handle, _Read):
+        raise TypeError(f"{type(handle).__name__} is not a read of this agent")
+    return handle
+
+
+def _check_table(generations: Generations, num_blocks: int) -> None:
+    if (
+        generations.dtype != np.uint64
+        or generations.shape != (num_blocks,)
+        or not generations.flags.c_contiguous
+    ):
+        raise ValueError(
+            f"the generation table must be uint64[{num_blocks}], not {generations.dtype}{generations.shape}"
+        )
+
+
+def _check_range(blocks: Blocks, limit: int, side: str) -> None:
+    low, high = int(blocks.min()), int(blocks.max())
+    if low < 0 or high >= limit:
+        raise TransferError(
+            Fault.INVALID, f"{side} block {low if low < 0 else high} is not in 0..{limit - 1}"
+        )

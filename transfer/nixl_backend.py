@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is particular to NIXL: its import name, its environment, its errors and status words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from twinpool.transfer.base import DONE, PENDING, Fault, ReadState, failed
+
+
+def load_api() -> Any:
+    """NIXL's Python module: the ``nixl`` meta package, or one of the backends that it would pick.
+
+    Raises ImportError with the command to install it.
+    """
+    for name in ("nixl._api", "nixl_cu12._api", "nixl_cu13._api"):
+        try:
+            return __import__(name, fromlist=["nixl_agent"])
+        except ImportError:
+            continue
+    raise ImportError("NIXL is not installed: pip install nixl-cu12 (or nixl-cu13 on CUDA 13)")
+
+
+@contextmanager
+def ucx_environment(transports: str | None) -> Iterator[None]:
+    """Sets UCX_TLS while an agent is made; UCX reads it then. None leaves the environment alone.
+
+    Shared memory alone cannot connect two processes, so a list of transports has to name ``tcp`` or a network.
+    """
+    if transports is None:
+        yield
+        return
+    before = os.environ.get("UCX_TLS")
+    os.environ["UCX_TLS"] = transports
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["UCX_TLS"]
+        else:
+            os.environ["UCX_TLS"] = before
+
+
+# By name: a NIXL that lacks one of these classes still loads, and a new class falls to UNKNOWN.
+_FAULTS = {
+    "nixlRemoteDisconnectError": Fault.PEER_LOST,
+    "nixlNotFoundError": Fault.PEER_UNKNOWN,
+    "nixlBackendError": Fault.BACKEND,
+    "nixlCancelledError": Fault.CANCELLED,
+    "nixlInvalidParamError": Fault.INVALID,
+    "nixlMismatchError": Fault.INVALID,
+    "nixlNotAllowedError": Fault.INVALID,
+    "nixlNotPostedError": Fault.INVALID,
+    "nixlNotSupportedError": Fault.INVALID,
+    "nixlRepostActiveError": Fault.INVALID,
+    "nixlUnknownError": Fault.UNKNOWN,
+}
+
+# NIXL refuses these before it hands anything to the transport.
+_REFUSED_BEFORE_POST = frozenset({Fault.INVALID, Fault.PEER_UNKNOWN})
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Our name for what NIXL raised."""
+    return _FAULTS.get(type(error).__name__, Fault.UNKNOWN)
+
+
+def describe(error: BaseException) -> str:
+    """NIXL's error as one line for a log."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def state_of_word(word: str, *, posting: bool) -> ReadState:
+    """The state behind what ``transfer`` (posting) or ``check_xfer_state`` returned; an unknown word is a failure."""
+    if word == "DONE":
+        return DONE
+    if word == "PROC":
+        return PENDING
+    fault = Fault.BACKEND if word == "ERR" else Fault.UNKNOWN
+    # A post that fails midway leaves its first descriptors in flight; nothing but the agent's end stops those.
+    return failed(fault, f"NIXL answered {word!r}", fenced=not posting and word == "ERR")
+
+
+def state_of_error(error: BaseException, *, posting: bool) -> ReadState:
+    """The state behind an exception of ``transfer`` (posting) or ``check_xfer_state``.
+
+    A broken connection fences: all requests on it have ended. A poll that does not find its request proves nothing:
+    bytes of a request whose peer was removed still land.
+    """
+    fault = fault_of(error)
+    if fault is Fault.PEER_LOST:
+        fenced = True
+    elif posting:
+        fenced = fault in _REFUSED_BEFORE_POST
+    else:
+        fenced = fault in (Fault.BACKEND, Fault.CANCELLED)
+    return failed(fault, describe(error), fenced=fenced)

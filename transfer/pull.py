@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pull: blocks from a peer into this worker, then the owner's generations of those blocks.
+
+The state machine of a pull, driven by :class:`~twinpool.transfer.pump.TransferPump`::
+
+    DATA --all pieces done--> GENERATIONS --done--> ENDED, fenced
+      \\___ failure, deadline, cancel ___/-> ENDED --every posted read fenced--> ENDED, fenced
+
+It ends exactly once and is fenced exactly once, in this order. Between the two the caller knows the outcome already
+but must not reuse the destination blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from twinpool.ids import WorkerKey
+from twinpool.transfer.base import (
+    AgentBusy,
+    Blocks,
+    Fault,
+    Generations,
+    ReadHandle,
+    ReadStatus,
+    TransferAgent,
+    TransferError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PullOutcome:
+    """How a pull ended. ``fault`` None: all bytes arrived, and ``generations`` were read after them."""
+
+    fault: Fault | None
+    detail: str = ""
+    generations: Generations | None = None
+    seconds: float = 0.0
+    post_seconds: float = 0.0
+
+
+class _Phase(Enum):
+    DATA = auto()
+    GENERATIONS = auto()
+    ENDED = auto()
+
+
+class Pull:
+    """A pull in the pump. Opaque to callers, except that ``cancel`` takes it."""
+
+    def __init__(
+        self,
+        peer: WorkerKey,
+        remote: Blocks,
+        local: Blocks,
+        deadline_seconds: float,
+        on_done: Callable[[PullOutcome], None],
+        on_fenced: Callable[[], None],
+    ) -> None:
+        self.peer = peer
+        self.remote = remote
+        self.local = local
+        self.deadline_seconds = deadline_seconds
+        self.on_done = on_done
+        self.on_fenced = on_fenced
+        self._deadline: float | None = None
+        self._phase = _Phase.DATA
+        self._posted = 0  # blocks handed to the agent
+        self._live: list[ReadHandle] = []
+        self._began = 0.0
+        self._post_seconds = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self._phase is _Phase.ENDED
+
+    @property
+    def fenced(self) -> bool:
+        """Whether no byte of this pull can land any more. True only after the end."""
+        return self.ended and not self._live
+
+    @property
+    def hungry(self) -> bool:
+        """Whether there is something left to post: do not sleep."""
+        return self._phase is _Phase.DATA and self._posted < len(self.remote)
+
+    def start(self, now: float) -> None:
+        """The clock of the deadline starts."""
+        self._deadline = now + self.deadline_seconds
+        self._began = time.perf_counter()
+
+    def step(self, agent: TransferAgent, now: float, piece_blocks: int) -> PullOutcome | None:
+        """Polls, posts what is next and returns the outcome at the moment of the end, else None.
+
+        At most ``piece_blocks`` blocks are posted: a post over shared memory copies before it returns, and this
+        worker's own readers wait meanwhile.
+        """
+        outcome = self._poll(agent)
+        if self.ended:
+            return outcome
+        if self._deadline is not None and now >= self._deadline:
+            return self.end(PullOutcome(Fault.DEADLINE, f"not done after {self.deadline_seconds:g} s"))
+        try:
+            if self.hungry:
+                self._post_piece(agent, piece_blocks)
+                outcome = self._poll(agent)
+            if not self.ended and self._phase is _Phase.DATA and not self.hungry and not self._live:
+                self._post_generations(agent)
+                outcome = self._poll(agent)
+        except AgentBusy:
+            return None
+        except TransferError as error:
+            return self.end(PullOutcome(error.fault, error.detail))
+        return outcome
+
+    def end(self, outcome: PullOutcome) -> PullOutcome:
+        """Ends the pull; reads that are still posted linger until they are fenced."""
+        self._phase = _Phase.ENDED
+        return outcome
+
+    def forget(self) -> None:
+        """The agent is closed: whatever was posted is fenced."""
+        self._live.clear()
+
+    def _post_piece(self, agent: TransferAgent, piece_blocks: int) -> None:
+        low, high = self._posted, min(self._posted + piece_blocks, len(self.remote))
+        began = time.perf_counter()
+        handle = agent.read(self.peer, self.remote[low:high], self.local[low:high])
+        self._post_seconds += time.perf_counter() - began
+        self._live.append(handle)
+        self._posted = high
+
+    def _post_generations(self, agent: TransferAgent) -> None:
+        self._live.append(agent.read_generations(self.peer, self.remote))
+        self._phase = _Phase.GENERATIONS
+
+    def _poll(self, agent: TransferAgent) -> PullOutcome | None:
+        outcome: PullOutcome | None = None
+        for handle in list(self._live):
+            state = agent.poll(handle)
+            if state.status is ReadStatus.PENDING:
+                continue
+            if state.status is ReadStatus.DONE and self._phase is _Phase.GENERATIONS:
+                outcome = self.end(self._success(agent.generations(handle)))
+            elif state.status is not ReadStatus.DONE and not self.ended:
+                outcome = self.end(PullOutcome(state.fault or Fault.UNKNOWN, state.detail))
+            if state.fenced:
+                self._live.remove(handle)
+                agent.release(handle)
+        return outcome
+
+    def _success(self, generations: Generations) -> PullOutcome:
+        return PullOutcome(None, "", generations, time.perf_counter() - self._began, self._post_seconds)
