@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.base import DecoderModel
 from twinpool.engine.sampling import Sample, SequenceDraw, TokenLogprobs, sample
 from twinpool.engine.step import Drawn, Plan, PlanArrays, PlanError, PlanLimits, StepResult, check_plan
@@ -22,26 +22,11 @@ __all__ = ["Drawn", "ModelRunner", "Plan", "PlanError", "SequenceDraw", "StepRes
 log = get_logger(__name__)
 
 
-class Pool(Protocol):
-    """What the runner needs of ``twinpool.engine.kv.pool.KVPool``."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def data(self) -> Tensor:
-        """``[blocks, layers, block_tokens, width]``."""
-        ...
-
-    def copy_blocks(self, pairs: NDArray[np.int32]) -> None: ...
-
-
 class ModelRunner:
     """One model over one pool. ``step`` and ``warmup`` must be called from one thread at a time."""
 
     def __init__(
-        self, model: DecoderModel, pool: Pool, *, threads: int | None = None, validate: bool = False
+        self, model: DecoderModel, pool: KVPool, *, threads: int | None = None, validate: bool = False
     ) -> None:
         """``threads``: intra-op threads of torch, for the whole process; None leaves them. ``validate`` checks every
         plan before it is run (some tens of microseconds)."""
@@ -49,7 +34,7 @@ class ModelRunner:
             torch.set_num_threads(threads)
         self._model = model.eval()
         self._pool = pool
-        self._device = pool.data.device
+        self._device = pool.tensor.device
         self._validate = validate
         self._limits = PlanLimits(
             num_blocks=pool.num_blocks,
@@ -89,12 +74,12 @@ class ModelRunner:
         for plan in warmup_plans(self._limits, max_batched_tokens, max_num_seqs):
             blocks = torch.from_numpy(np.unique(plan.block_table[plan.block_table >= 0]).astype(np.int64))
             blocks = blocks.to(self._device)
-            saved = self._pool.data[blocks]
+            saved = self._pool.tensor[blocks]
             try:
                 hidden = self._forward(plan, plan.q_start[1:].astype(np.int64) - 1)
                 sample(self._model.logits(hidden), [SequenceDraw(WARMUP_PARAMS)] * len(plan.seq))
             finally:
-                self._pool.data[blocks] = saved
+                self._pool.tensor[blocks] = saved
         seconds = time.monotonic() - started
         log.info("model_warm", seconds=round(seconds, 3))
         return seconds
@@ -112,7 +97,7 @@ class ModelRunner:
         )
         ids = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
         positions = torch.from_numpy(plan.positions.astype(np.int64)).to(self._device)
-        hidden: Tensor = self._model(ids, positions, self._pool.data, batch)
+        hidden: Tensor = self._model(ids, positions, self._pool.tensor, batch)
         return hidden
 
     def _draw(self, logits: Tensor, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
