@@ -227,21 +227,22 @@ class OfferBook:
             self._early.setdefault(attempt, {}).setdefault(stream, now + self._lease_seconds)
 
     def _on_renew(self, now: float, stream: int, reader: WorkerKey, transfer_ids: Sequence[int]) -> None:
-        lost = []
         until = now + self._lease_seconds
-        for transfer_id in transfer_ids:
-            offer = self._by_transfer.get(transfer_id)
-            part = offer.part(reader) if offer is not None else None
-            if offer is None or part is None or part.gone or offer.expires_at is None:
-                lost.append(transfer_id)
-            elif offer.pinned and not self._pins.renew(transfer_id, until):
-                lost.append(transfer_id)
-            else:
-                offer.expires_at = max(offer.expires_at, until)
+        lost = [transfer_id for transfer_id in transfer_ids if not self._renew(reader, transfer_id, until)]
         if lost:
             self._message(
                 stream, handoff_pb2.ExchangeResponse(lease_lost=handoff_pb2.LeaseLost(transfer_ids=lost))
             )
+
+    def _renew(self, reader: WorkerKey, transfer_id: int, until: float) -> bool:
+        offer = self._by_transfer.get(transfer_id)
+        part = offer.part(reader) if offer is not None else None
+        if offer is None or part is None or part.gone or offer.expires_at is None:
+            return False
+        if offer.pinned and not self._pins.renew(transfer_id, until):
+            return False
+        offer.expires_at = max(offer.expires_at, until)
+        return True
 
     def _on_release(self, stream: int, reader: WorkerKey, release: handoff_pb2.Release) -> None:
         attempt = AttemptKey.of(release.id)
@@ -300,6 +301,9 @@ class OfferBook:
         elif part.stream is None:
             part.stream = stream
             self._flush(offer, part)
+        elif part.stream != stream:
+            cause = (FailureReason.FAILURE_REASON_DUPLICATE, "an older stream of this reader expects it")
+            self._refuse(stream, offer.attempt, cause)
 
     def _tell(self, offer: Offer, message: handoff_pb2.ExchangeResponse) -> None:
         offer.messages.append(message)
