@@ -1,1 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Kernels by operation. Importing this package registers the built-in backends."""
+
+from twinpool.engine.kernels import torch_backend as torch_backend
+from twinpool.engine.kernels.operations import AttentionResult, Kernels
+from twinpool.engine.kernels.registry import (
+    BLOCK_MAJOR,
+    REGISTRY,
+    Capability,
+    Kernel,
+    KernelNotFoundError,
+    KernelRegistry,
+    Requirement,
+    Verdict,
+)
+
+__all__ = [
+    "BLOCK_MAJOR",
+    "REGISTRY",
+    "AttentionResult",
+    "Capability",
+    "Kernel",
+    "KernelNotFoundError",
+    "KernelRegistry",
+    "Kernels",
+    "Requirement",
+    "Verdict",
+]

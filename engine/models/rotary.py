@@ -60,7 +60,7 @@ def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
 
 def softmax_scale(config: RopeConfig, head_dim: int) -> float:
     """Scale on MLA attention scores: ``head_dim ** -0.5``, times DeepSeek's correction for a stretched context."""
-    scale = head_dim**-0.5
+    scale: float = head_dim**-0.5
     if config.kind != "default" and config.mscale_all_dim:
         scale *= _mscale(config.factor, config.mscale_all_dim) ** 2
     return scale

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a model and fills it from a checkpoint, or says exactly what is wrong with the checkpoint."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from twinpool.engine.checkpoint import Checkpoint, StoredTensor
+from twinpool.engine.config import ModelConfig
+from twinpool.engine.kernels import REGISTRY, Capability, KernelRegistry, Kernels
+from twinpool.engine.models.base import AttentionPath, DecoderModel
+from twinpool.engine.models.decoder import PagedDecoder
+from twinpool.engine.models.paths import PrefillPath
+from twinpool.engine.models.weights import WeightSlot
+from twinpool.errors import CheckpointError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types that a model may run in, by the name that configuration uses."""
+
+_STORED_DTYPES = {"F32", "BF16", "F16"}
+_SHOWN = 3
+"""Tensors named in an error; a count stands for the rest."""
+
+Progress = Callable[[int, int], None]
+"""Called with (values loaded, values in all)."""
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: AttentionPath = "latent",
+    device: torch.device | str = "cpu",
+    prefill: PrefillPath = "auto",
+    registry: KernelRegistry = REGISTRY,
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> DecoderModel:
+    """Loads a checkpoint directory (config.json, safetensors).
+
+    ``dtype`` converts the weights (router weights stay float32). ``attention`` chooses how GQA families read their
+    cache (MLA ones are latent always). ``backend`` admits only kernels of that backend. Raises CheckpointError naming
+    file, tensor, expected and found; KernelNotFoundError if a kernel is missing.
+    """
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
+    config = ModelConfig.from_pretrained(path)
+    checkpoint = Checkpoint(path)
+    kernels = Kernels.select(registry, Capability.of(device), dtype, backend=backend)
+    model = PagedDecoder(config, kernels, attention=attention, prefill=prefill, dtype=dtype, device=device)
+    slots = {slot.name: slot for slot in model.slots()}
+    _check(checkpoint, slots, config)
+    _fill(checkpoint, slots, progress)
+    return model.eval()
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that checkpoints of these families hold and the decoder has no use for."""
+    if name.endswith(".rotary_emb.inv_freq"):  # old files store what config.json determines
+        return True
+    if name == "lm_head.weight":
+        return config.tie_word_embeddings
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.ignored_layers
+
+
+def _check(checkpoint: Checkpoint, slots: dict[str, WeightSlot], config: ModelConfig) -> None:
+    """Compares all headers with what the model needs, before any memory is filled."""
+    missing = [name for name in slots if name not in checkpoint.tensors]
+    if missing:
+        _raise_many(checkpoint, "missing", missing, None)
+    unexpected = [name for name in checkpoint.tensors if name not in slots and not _ignored(name, config)]
+    if unexpected:
+        file = checkpoint.tensors[unexpected[0]].file
+        _raise_many(checkpoint, f"not part of a {config.family} model", unexpected, file)
+    for name, slot in slots.items():
+        stored = checkpoint.tensors[name]
+        if stored.shape != slot.shape:
+            raise _wrong(checkpoint, stored, f"has shape {list(stored.shape)}, expected {list(slot.shape)}")
+        if stored.dtype not in _STORED_DTYPES:
+            allowed = ", ".join(sorted(_STORED_DTYPES))
+            raise _wrong(checkpoint, stored, f"has dtype {stored.dtype}, expected one of {allowed}")
+
+
+def _raise_many(checkpoint: Checkpoint, problem: str, names: list[str], file: str | None) -> None:
+    shown = ", ".join(names[:_SHOWN])
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    where = checkpoint.path / file if file else checkpoint.path
+    raise CheckpointError(
+        f"{where}: tensor {shown}{rest}: {problem}", file=file or str(checkpoint.path), tensor=names[0]
+    )
+
+
+def _wrong(checkpoint: Checkpoint, stored: StoredTensor, problem: str) -> CheckpointError:
+    where = checkpoint.path / stored.file
+    return CheckpointError(f"{where}: tensor {stored.name} {problem}", file=stored.file, tensor=stored.name)
+
+
+def _fill(checkpoint: Checkpoint, slots: dict[str, WeightSlot], progress: Progress | None) -> None:
+    total = sum(slot.target.numel() for slot in slots.values())
+    done = 0
+    for stored, tensor in checkpoint.read():
+        slot = slots.get(stored.name)
+        if slot is None:
+            continue
+        slot.fill(tensor)
+        # Also catches a narrow dtype that cannot hold the checkpoint's values.
+        if not bool(slot.target.isfinite().all()):
+            raise _wrong(checkpoint, stored, f"holds values that are not finite in {slot.target.dtype}")
+        done += slot.target.numel()
+        if progress is not None:
+            progress(done, total)

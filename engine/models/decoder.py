@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder of every family: embedding, layers of attention and MLP, final norm, logits."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.config import ModelConfig
+from twinpool.engine.kernels import Kernels
+from twinpool.engine.models.base import AttentionPath, DecoderModel, KVLayout
+from twinpool.engine.models.gqa import GqaAttention
+from twinpool.engine.models.layers import GatedMlp, RMSNorm
+from twinpool.engine.models.mla import MlaAttention
+from twinpool.engine.models.moe import MoeMlp
+from twinpool.engine.models.paths import PrefillPath
+from twinpool.engine.models.rotary import RotaryEmbedding, RotaryTables
+from twinpool.engine.models.weights import WeightSlot, parameter
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each over a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        kernels: Kernels,
+        attention: AttentionPath,
+        prefill: PrefillPath,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        hidden, eps, mla, moe = config.hidden_size, config.rms_norm_eps, config.mla, config.moe
+        self.attention: GqaAttention | MlaAttention
+        if mla is not None:
+            self.attention = MlaAttention(config, mla, kernels, prefill, dtype=dtype, device=device)
+        else:
+            self.attention = GqaAttention(config, kernels, attention, prefill, dtype=dtype, device=device)
+        self.mlp: GatedMlp | MoeMlp
+        if moe is not None and moe.is_moe_layer(layer):
+            self.mlp = MoeMlp(moe, hidden, bias=config.mlp_bias, dtype=dtype, device=device)
+        else:
+            bias = config.mlp_bias
+            self.mlp = GatedMlp(hidden, config.intermediate_size, bias=bias, dtype=dtype, device=device)
+        self.input_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+
+    def forward(
+        self, hidden: Tensor, rotary: RotaryTables, pages: Tensor, batch: AttentionBatch, rows: Tensor | None
+    ) -> Tensor:
+        """``hidden [T, hidden]`` -> the same, or only ``rows`` of it (the KV of all tokens is written)."""
+        attended = self.attention(self.input_norm(hidden), rotary, pages, batch)
+        if rows is not None:
+            hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
+        hidden = hidden + attended
+        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return result
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield from self.attention.slots(f"{prefix}self_attn.")
+        yield from self.mlp.slots(f"{prefix}mlp.")
+        yield from self.input_norm.slots(f"{prefix}input_layernorm.")
+        yield from self.mlp_norm.slots(f"{prefix}post_attention_layernorm.")
+
+
+class PagedDecoder(DecoderModel):
+    """See ``DecoderModel``. Weights are uninitialised until the loader has filled every slot."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        attention: AttentionPath = "latent",
+        prefill: PrefillPath = "auto",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.kv_layout = KVLayout.of(config, attention)
+        self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, kernels, attention, prefill, dtype=dtype, device=device)
+            for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else parameter(*self.embedding.shape, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, pool: Tensor, batch: AttentionBatch) -> Tensor:
+        """See ``DecoderModel.forward``."""
+        hidden = F.embedding(token_ids, self.embedding)
+        rotary = self.rotary.tables(positions, hidden.dtype)
+        final = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            # Past the last attention only the wanted rows matter.
+            rows = batch.last_rows if index == final else None
+            hidden = layer(hidden, rotary, pool[:, index], batch, rows)
+        result: Tensor = self.norm(hidden)
+        return result
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DecoderModel.logits``."""
+        return F.linear(hidden, self.head).to(torch.float32)
+
+    def slots(self, prefix: str = "") -> Iterator[WeightSlot]:
+        """Every tensor that a checkpoint of this model must hold."""
+        yield WeightSlot(f"{prefix}model.embed_tokens.weight", self.embedding)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from layer.slots(f"{prefix}model.layers.{index}.")
+        yield from self.norm.slots(f"{prefix}model.norm.")
+        if self.head is not self.embedding:
+            yield WeightSlot(f"{prefix}lm_head.weight", self.head)
