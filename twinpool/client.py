@@ -8,6 +8,7 @@ from typing import Self
 
 import grpc
 
+from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import from_rpc_error
 from twinpool.rpc import channel
 from twinpool.v1 import inference_pb2 as pb
@@ -82,9 +83,9 @@ def request(
 class Client:
     """One channel to a router. Errors of the server are raised as TwinpoolError with the server's reason."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, rpc: RpcConfig | None = None, tls: TlsConfig | None = None) -> None:
         self.endpoint = endpoint
-        self._channel = channel(endpoint)
+        self._channel = channel(endpoint, rpc or RpcConfig(), tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
