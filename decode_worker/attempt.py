@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt on a decode worker."""
+
+from dataclasses import dataclass, field
+
+from twinpool.engine.sampling import SequenceDraw
+from twinpool.transfer.base import AttemptKey
+from twinpool.transfer.session import PullSession
+from twinpool.v1.worker_pb2 import FirstToken
+from twinpool.worker.commands import DecodeWork
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """A choice that decodes. ``seq`` is its sequence in the scheduler."""
+
+    attempt: "DecodeAttempt"
+    index: int
+    seq: int
+    draw: SequenceDraw
+
+
+@dataclass(slots=True, eq=False)
+class DecodeAttempt:
+    """From the reservation to the last token of the last choice.
+
+    ``reserved`` is the sequence that holds the prompt's blocks, None once a choice has taken it over. ``unforked``
+    are first tokens of choices that wait for blocks to start in; until all of them can, none decodes. ``forks`` are
+    sequences made for them that have not started.
+    """
+
+    work: DecodeWork
+    session: int
+    deadline: float | None
+    reserved: int | None
+    cached_blocks: int
+    told_reserved: bool = False
+    pull: PullSession | None = None
+    unforked: list[FirstToken] = field(default_factory=list)
+    forks: list[int] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    @property
+    def key(self) -> AttemptKey:
+        """Its id."""
+        return self.work.key

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt on a prefill worker."""
+
+from dataclasses import dataclass
+
+from twinpool.engine.sampling import SequenceDraw
+from twinpool.transfer.base import AttemptKey
+from twinpool.worker.commands import PrefillWork
+
+
+@dataclass(slots=True, eq=False)
+class PrefillAttempt:
+    """From the command until the reader has let go of the last block.
+
+    ``seq`` is the sequence that is computed, None once the prompt is done and only the offer holds its blocks.
+    ``offered`` is the prompt block that is announced next. Times are on the step loop's clock.
+    """
+
+    work: PrefillWork
+    session: int
+    deadline: float | None
+    seq: int | None
+    draw: SequenceDraw
+    offered: int
+    arrived: float
+    started: float | None = None
+
+    @property
+    def key(self) -> AttemptKey:
+        """Its id."""
+        return self.work.key
+
+    @property
+    def draws(self) -> tuple[SequenceDraw, ...]:
+        """The draw of each choice, in order."""
+        return (self.draw, *self.draw.siblings)

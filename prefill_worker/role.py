@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill role: computes prompts, offers their KV while it computes, draws the first tokens.
+
+An attempt goes through two phases::
+
+    COMPUTING --prompt done, first tokens drawn--> OFFERED --reader has released--> gone
+
+Blocks are offered as soon as they are full, so the reader pulls while the rest is computed. The offer's pins outlive the
+sequence: they end by the reader's release, its death, the lease, or a cancel.
+"""
+
+from twinpool._core import StepPlan
+from twinpool.engine.runner import SequenceDraw, StepResult
+from twinpool.engine.sampling import TokenLogprobs
+from twinpool.logs import get_logger
+from twinpool.prefill_worker.attempt import PrefillAttempt
+from twinpool.transfer.base import AttemptKey
+from twinpool.transfer.offer import OfferEnd
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.commands import CommandError, PrefillWork, Reason
+from twinpool.worker.load import duration
+from twinpool.worker.parts import WorkerParts
+from twinpool.worker.role_base import RoleBase
+from twinpool.worker.tokens import finish_reason, position_logprobs
+
+log = get_logger(__name__)
+
+
+def make_handler(parts: WorkerParts) -> "PrefillRole":
+    """The factory that ``twinpool.launch`` names."""
+    return PrefillRole(parts)
+
+
+class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
+    """See the module."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        super().__init__(parts)
+        self._worker = parts.worker
+        self._computing: dict[int, PrefillAttempt] = {}
+
+    @property
+    def role(self) -> pb.Role.ValueType:
+        """See RoleHandler."""
+        return pb.ROLE_PREFILL
+
+    def _work_kind(self) -> type[PrefillWork]:
+        return PrefillWork
+
+    def _attempt_of(self, seq: int) -> PrefillAttempt | None:
+        return self._computing.get(seq)
+
+    # --- admit
+
+    def _admit(self, session: int, work: PrefillWork, deadline: float | None) -> None:
+        if work.reader == self._worker:
+            raise CommandError(pb.FAILURE_REASON_INVALID, f"reader {work.reader} is this worker itself")
+        now = self._clock()
+        try:
+            self._offers.begin(work.key, [work.reader])
+        except ValueError as error:
+            # It ended here a moment ago; its id is spent.
+            raise CommandError(pb.FAILURE_REASON_DUPLICATE, str(error)) from None
+        try:
+            seq = self._scheduler.add(
+                work.prompt.tokens,
+                work.prompt.hashes,
+                work.prompt.root,
+                max_new_tokens=0,
+                priority=work.priority,
+                arrival=now,
+            )
+        except Exception:
+            self._offers.fail(work.key, pb.FAILURE_REASON_INTERNAL, "the prompt could not be scheduled")
+            raise
+        attempt = PrefillAttempt(
+            work=work,
+            session=session,
+            deadline=deadline,
+            seq=seq,
+            draw=_draw(work),
+            offered=work.reader_cached_blocks,
+            arrived=now,
+        )
+        self._attempts.add(attempt)
+        self._computing[seq] = attempt
+
+    # --- compute
+
+    def draws(self, plan: StepPlan) -> list[SequenceDraw]:
+        """See RoleHandler."""
+        now = self._clock()
+        draws = []
+        for seq in plan.seq.tolist():
+            attempt = self._computing[seq]
+            if attempt.started is None:
+                attempt.started = now
+            draws.append(attempt.draw)
+        return draws
+
+    def on_step(self, plan: StepPlan, result: StepResult) -> None:
+        """See RoleHandler."""
+        failed: list[PrefillAttempt] = []
+        seqs, sampled = plan.seq.tolist(), plan.sample.tolist()
+        for index, seq in enumerate(seqs):
+            attempt = self._computing.get(seq)
+            if attempt is None:
+                continue
+            if index in result.failed:
+                failed.append(attempt)
+            elif sampled[index]:
+                self._guard(attempt, self._complete, attempt, _logprobs(result, index))
+            else:
+                self._guard(attempt, self._offer_chunk, attempt, seq)
+        self._fail_unhealthy(failed)
+
+    def _offer_chunk(self, attempt: PrefillAttempt, seq: int) -> None:
+        """Announces the blocks that have become full. After a preemption there are none until it has caught up."""
+        size = self._limits.block_tokens
+        full = self._scheduler.computed_tokens(seq) // size
+        if full > attempt.offered:
+            blocks = self._scheduler.blocks(seq)[attempt.offered : full]
+            first, attempt.offered = attempt.offered, full
+            self._offers.announce(self._clock(), attempt.key, first, blocks, full * size)
+
+    def _complete(self, attempt: PrefillAttempt, logprobs: list[TokenLogprobs | None]) -> None:
+        """The prompt is computed and every choice has its first token."""
+        seq = attempt.seq
+        assert seq is not None
+        now, length = self._clock(), len(attempt.work.prompt)
+        first_tokens = [
+            _first_token(index, draw, entry)
+            for index, (draw, entry) in enumerate(zip(attempt.draws, logprobs, strict=True))
+        ]
+        blocks = self._scheduler.blocks(seq)[attempt.offered : self._limits.blocks_of(length)]
+        # The pins are taken here, so the sequence can go.
+        self._offers.complete(now, attempt.key, attempt.offered, blocks, length, first_tokens)
+        cached = self._scheduler.cached_tokens(seq)
+        self._release(attempt)
+        started = attempt.arrived if attempt.started is None else attempt.started
+        done = pb.PrefillDone(
+            id=attempt.key.message(),
+            first_tokens=first_tokens,
+            cached_tokens=cached,
+            queue_time=duration(started - attempt.arrived),
+            compute_time=duration(now - started),
+        )
+        self._outbox.session(attempt.session, pb.SessionResponse(prefill_done=done))
+
+    # --- ends
+
+    def on_offer_ended(self, key: AttemptKey, end: OfferEnd) -> None:
+        """See RoleHandler."""
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            return
+        if attempt.seq is None:
+            if end is not OfferEnd.RELEASED:
+                log.info("offer_ended_unread", attempt=str(key), end=str(end))
+            self._end(attempt, None, None, "")
+        else:
+            self._fail(attempt, pb.FAILURE_REASON_PEER_LOST, f"the reader let go of the attempt: {end}")
+
+    def _free(self, attempt: PrefillAttempt, reason: Reason | None, detail: str) -> None:
+        self._release(attempt)
+        if reason is not None:
+            self._offers.fail(attempt.key, reason, detail)
+
+    def _release(self, attempt: PrefillAttempt) -> None:
+        if attempt.seq is not None:
+            seq, attempt.seq = attempt.seq, None
+            del self._computing[seq]
+            self._scheduler.remove(seq)
+
+
+def _draw(work: PrefillWork) -> SequenceDraw:
+    """The first choice's draw; the other choices draw from the same logits."""
+    params, prompt = work.draw.params, work.prompt.tokens
+    siblings = tuple(SequenceDraw(params, prompt, choice=index) for index in range(1, work.draw.n))
+    return SequenceDraw(params, prompt, siblings=siblings)
+
+
+def _logprobs(result: StepResult, index: int) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the first token of each choice, None where not asked for."""
+    own = result.logprobs[index] if result.logprobs is not None else None
+    return [own, *(drawn.logprobs for drawn in result.siblings.get(index, ()))]
+
+
+def _first_token(index: int, draw: SequenceDraw, logprobs: TokenLogprobs | None) -> pb.FirstToken:
+    token = pb.FirstToken(index=index, token_id=draw.outputs[0], finish=finish_reason(draw.finish()))
+    if logprobs is not None:
+        token.logprobs.CopyFrom(position_logprobs(logprobs))
+    return token

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's counts, all taken at one moment between two steps."""
+
+import asyncio
+from concurrent.futures import CancelledError
+
+from twinpool.errors import TwinpoolError
+from twinpool.ids import WorkerKey
+from twinpool.transfer.thread import TransferThread
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.commands import worker_id
+from twinpool.worker.observer import WorkerObserver
+from twinpool.worker.parts import WorkerParts
+from twinpool.worker.step_loop import StepLoop
+
+
+class Inspector:
+    """Answers Inspect and says whether the worker is at rest."""
+
+    def __init__(
+        self,
+        *,
+        parts: WorkerParts,
+        loop: StepLoop,
+        transfer: TransferThread,
+        observer: WorkerObserver,
+        kv_bytes_per_token: int,
+    ) -> None:
+        self._worker: WorkerKey = parts.worker
+        self._parts = parts
+        self._loop = loop
+        self._transfer = transfer
+        self._observer = observer
+        self._kv_bytes_per_token = kv_bytes_per_token
+
+    async def inspect(self, sessions: int) -> pb.InspectResponse:
+        """Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
+        future = self._loop.call(lambda: self.counts(sessions))
+        try:
+            return await asyncio.wrap_future(future)
+        except CancelledError:
+            raise TwinpoolError("DRAINING", f"worker {self._worker} has stopped") from None
+
+    def counts(self, sessions: int) -> pb.InspectResponse:
+        """On the step thread."""
+        blocks, pulls = self._parts.blocks, self._parts.pulls
+        return pb.InspectResponse(
+            worker=worker_id(self._worker),
+            role=self._loop.role.role,
+            total_blocks=blocks.num_blocks,
+            free_blocks=blocks.free_blocks,
+            cached_blocks=blocks.cached_blocks,
+            held_blocks=blocks.held_blocks,
+            pinned_blocks=blocks.pinned_blocks,
+            quarantined_blocks=blocks.quarantined_blocks,
+            requests=self._loop.role.requests,
+            transfers=max(self._transfer.in_flight, pulls.waiting + pulls.draining),
+            sessions=sessions,
+            bytes_read=self._observer.bytes_read,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            fence_failures=self._observer.fence_failures,
+        )

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a role works with: the pieces of a worker that the step thread owns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twinpool._core import BlockManager, StepScheduler
+from twinpool.ids import WorkerKey
+from twinpool.transfer.owner import OfferBook
+from twinpool.transfer.reader import PullManager
+from twinpool.worker.commands import Limits
+from twinpool.worker.outbox import Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """Given to a role's factory. All but ``worker`` and ``limits`` belong to the step thread."""
+
+    worker: WorkerKey
+    limits: Limits
+    scheduler: StepScheduler
+    blocks: BlockManager
+    offers: OfferBook
+    pulls: PullManager
+    outbox: Outbox
+    clock: Callable[[], float]

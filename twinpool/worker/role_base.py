@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both roles do alike: admit or refuse, end an attempt exactly once, tell its router.
+
+A role adds what an attempt *is* and how to free it. Every way to an end (finish, failure, cancel, deadline, the
+router's death) goes through ``_end``, so there is one place that frees.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+from twinpool._core import StepPlan
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.transfer.base import AttemptKey, PeerDescriptor
+from twinpool.transfer.fence import HandoffFailure, HandoffFault
+from twinpool.transfer.offer import OfferEnd
+from twinpool.v1 import handoff_pb2 as handoff
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.attempts import AttemptLike, AttemptTable
+from twinpool.worker.commands import CancelWork, CommandError, DecodeWork, PrefillWork, Reason, Work
+from twinpool.worker.parts import WorkerParts
+
+log = get_logger(__name__)
+
+A = TypeVar("A", bound=AttemptLike)
+P = ParamSpec("P")
+W = TypeVar("W", PrefillWork, DecodeWork)
+
+
+class RoleBase(ABC, Generic[A, W]):
+    """Attempts of kind ``A`` that start with work of kind ``W``. Step thread only."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._limits = parts.limits
+        self._scheduler = parts.scheduler
+        self._blocks = parts.blocks
+        self._offers = parts.offers
+        self._pulls = parts.pulls
+        self._outbox = parts.outbox
+        self._clock = parts.clock
+        self._attempts: AttemptTable[A] = AttemptTable()
+
+    @property
+    @abstractmethod
+    def role(self) -> pb.Role.ValueType:
+        """Which role this is."""
+
+    @property
+    def requests(self) -> int:
+        """Attempts that hold anything on this worker."""
+        return len(self._attempts)
+
+    @abstractmethod
+    def _work_kind(self) -> type[W]:
+        """What this role can be asked to do."""
+
+    @abstractmethod
+    def _admit(self, session: int, work: W, deadline: float | None) -> None:
+        """Takes the work on and adds the attempt. Raises CommandError to refuse it, with nothing held."""
+
+    @abstractmethod
+    def _free(self, attempt: A, reason: Reason | None, detail: str) -> None:
+        """Gives back all that the attempt holds and tells its peer. ``reason`` None: it succeeded."""
+
+    @abstractmethod
+    def _attempt_of(self, seq: int) -> A | None:
+        """Whose sequence of the scheduler this is."""
+
+    # --- commands
+
+    def on_work(self, session: int, work: Work) -> None:
+        """See RoleHandler."""
+        if isinstance(work, CancelWork):
+            self._cancel(session, work.key)
+            return
+        try:
+            kind = self._work_kind()
+            if not isinstance(work, kind):
+                raise CommandError(
+                    pb.FAILURE_REASON_NOT_SERVING, f"the role of this worker is {pb.Role.Name(self.role)}"
+                )
+            if work.key in self._attempts:
+                raise CommandError(pb.FAILURE_REASON_DUPLICATE, f"attempt {work.key} is running here")
+            left = work.deadline_seconds
+            if left is not None and left <= 0:
+                raise CommandError(pb.FAILURE_REASON_DEADLINE, "the deadline had passed on arrival")
+            self._admit(session, work, None if left is None else self._clock() + left)
+        except CommandError as refused:
+            self._tell_failed(session, work.key, refused.reason, refused.detail)
+        except Exception as error:
+            log.exception("admit_failed", attempt=str(work.key))
+            attempt = self._attempts.get(work.key)
+            detail = f"{type(error).__name__} on admission"
+            if attempt is not None:
+                self._fail(attempt, pb.FAILURE_REASON_INTERNAL, detail)
+            else:
+                self._tell_failed(session, work.key, pb.FAILURE_REASON_INTERNAL, detail)
+
+    def on_session_closed(self, session: int) -> None:
+        """See RoleHandler."""
+        for attempt in self._attempts.of_session(session):
+            self._end(attempt, None, pb.FAILURE_REASON_PEER_LOST, "the router's session ended")
+
+    def _cancel(self, session: int, key: AttemptKey) -> None:
+        attempt = self._attempts.get(key)
+        told = pb.SessionResponse(cancelled=pb.Cancelled(id=key.message()))
+        if attempt is not None and attempt.session == session:
+            self._end(attempt, told, pb.FAILURE_REASON_UNSPECIFIED, "cancelled by the router")
+        else:
+            # Unknown, ended, or another router's: this session holds nothing under that id, as it wants.
+            self._outbox.session(session, told)
+
+    # --- time
+
+    def on_clock(self, now: float) -> None:
+        """See RoleHandler."""
+        for attempt in self._attempts.expired(now):
+            self._fail(attempt, pb.FAILURE_REASON_DEADLINE, "the deadline passed")
+        self._offers.tick(now)
+        self._pulls.tick(now)
+
+    def next_wake(self, now: float) -> float | None:
+        """See RoleHandler."""
+        times = (self._attempts.next_deadline(), self._offers.next_wake(), self._pulls.next_wake())
+        return min((time for time in times if time is not None), default=None)
+
+    # --- steps
+
+    def on_step_failed(self, plan: StepPlan, detail: str) -> None:
+        """See RoleHandler."""
+        # Sequences of one attempt may be several: ending it once takes all of them out.
+        for seq in plan.seq.tolist():
+            attempt = self._attempt_of(seq)
+            if attempt is not None:
+                self._fail(attempt, pb.FAILURE_REASON_INTERNAL, detail)
+
+    def fail_all(self, reason: Reason, detail: str) -> None:
+        """See RoleHandler."""
+        for attempt in self._attempts:
+            self._fail(attempt, reason, detail)
+
+    # --- ends
+
+    def _fail(self, attempt: A, reason: Reason, detail: str) -> None:
+        log.info(
+            "attempt_failed", attempt=str(attempt.key), reason=pb.FailureReason.Name(reason), detail=detail
+        )
+        failed = pb.AttemptFailed(id=attempt.key.message(), reason=reason, detail=detail)
+        self._end(attempt, pb.SessionResponse(failed=failed), reason, detail)
+
+    def _end(self, attempt: A, told: pb.SessionResponse | None, reason: Reason | None, detail: str) -> None:
+        """Takes the attempt out, frees it, then tells the router: an answer says that nothing is held any more."""
+        if self._attempts.pop(attempt.key) is None:
+            return
+        try:
+            self._free(attempt, reason, detail)
+        except Exception:
+            log.exception("free_failed", attempt=str(attempt.key))
+        if told is not None:
+            self._outbox.session(attempt.session, told)
+
+    def _tell_failed(self, session: int, key: AttemptKey, reason: Reason, detail: str) -> None:
+        log.info("attempt_refused", attempt=str(key), reason=pb.FailureReason.Name(reason), detail=detail)
+        failed = pb.AttemptFailed(id=key.message(), reason=reason, detail=detail)
+        self._outbox.session(session, pb.SessionResponse(failed=failed))
+
+    def _guard(self, attempt: A, action: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Runs ``action``; an exception in it fails this attempt alone."""
+        try:
+            action(*args, **kwargs)
+        except Exception as error:
+            log.exception("attempt_raised", attempt=str(attempt.key))
+            self._fail(attempt, pb.FAILURE_REASON_INTERNAL, f"{type(error).__name__} in the worker")
+
+    def _fail_unhealthy(self, attempts: list[A]) -> None:
+        """Ends attempts whose logits were not finite, and drops the prefix cache.
+
+        Where the cause lies in the cache, every prompt that hits it would fail from now on.
+        """
+        for attempt in attempts:
+            self._fail(attempt, pb.FAILURE_REASON_INTERNAL, "the model's logits were not finite")
+        if attempts:
+            dropped = self._blocks.reset_cache()
+            log.error("cache_dropped", attempts=len(attempts), blocks=dropped)
+
+    # --- hand-off
+
+    def on_reader_opened(self, stream: int, reader: WorkerKey) -> None:
+        """See RoleHandler."""
+        self._offers.reader_opened(stream, reader)
+
+    def on_reader_message(self, stream: int, message: handoff.ExchangeRequest) -> None:
+        """See RoleHandler."""
+        self._offers.on_message(self._clock(), stream, message)
+
+    def on_reader_closed(self, stream: int) -> None:
+        """See RoleHandler."""
+        self._offers.reader_closed(stream)
+
+    def on_offer_ended(self, key: AttemptKey, end: OfferEnd) -> None:
+        """See RoleHandler. Nothing to do for a role that offers nothing."""
+
+    def on_owner_opened(self, owner: PeerDescriptor) -> None:
+        """See RoleHandler. Nothing to do for a role that reads nothing."""
+
+    def on_owner_message(self, owner: WorkerKey, message: handoff.ExchangeResponse) -> None:
+        """See RoleHandler."""
+        self._pulls.on_message(self._clock(), owner, message)
+
+    def on_owner_lost(
+        self, owner: WorkerKey, expected: list[AttemptKey], reason: Reason, detail: str
+    ) -> None:
+        """See RoleHandler."""
+        failure = HandoffFailure(HandoffFault.PEER_LOST, detail, reason)
+        self._pulls.owner_lost(self._clock(), owner, failure, expected)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WorkerService: the one multiplexed stream between a router and this worker.
+
+The stream is the router's life: when it ends, all that the router started here is cancelled and freed.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from twinpool import errors
+from twinpool.errors import TwinpoolError
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1 import worker_pb2_grpc
+from twinpool.worker.commands import (
+    CancelWork,
+    CommandError,
+    Limits,
+    attempt_of,
+    parse_command,
+    worker_id,
+)
+from twinpool.worker.inspect import Inspector
+from twinpool.worker.step_loop import StepLoop
+from twinpool.worker.streams import MessageQueue
+
+HELLO_SECONDS: Final = 10.0
+"""A stream that says nothing for so long is not a router's."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSession:
+    """One router's stream."""
+
+    number: int
+    router: str
+    out: MessageQueue[pb.SessionResponse] = field(default_factory=MessageQueue)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves Session and Inspect."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerKey,
+        role: pb.Role.ValueType,
+        limits: Limits,
+        loop: StepLoop,
+        inspector: Inspector,
+    ) -> None:
+        self._worker = worker
+        self._role = role
+        self._limits = limits
+        self._loop = loop
+        self._inspector = inspector
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, RouterSession] = {}
+        self._draining = False
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    def drain(self) -> None:
+        """From now on every new attempt is refused with NOT_SERVING; what runs goes on."""
+        self._draining = True
+
+    def close(self) -> None:
+        """Ends every session."""
+        for session in list(self._sessions.values()):
+            session.out.close(TwinpoolError("DRAINING", f"worker {self._worker} stops"))
+
+    def deliver(self, number: int, message: pb.SessionResponse) -> None:
+        """Queues a message for a session; dropped if it is gone."""
+        session = self._sessions.get(number)
+        if session is not None:
+            session.out.send(message)
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[pb.SessionRequest],
+        context: worker_pb2_grpc._ServicerContext,
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """See the protocol. Any end of the stream, by either side, cancels what it started."""
+        hello = await self._hello(request_iterator)
+        session = self._open(hello)
+        reader = asyncio.create_task(self._read(session, request_iterator), name=f"session-{session.number}")
+        try:
+            welcome = pb.Welcome(worker=worker_id(self._worker), role=self._role)
+            yield pb.SessionResponse(welcome=welcome)
+            async for message in session.out.messages():
+                yield message
+            if session.out.error is not None:
+                raise session.out.error
+        finally:
+            reader.cancel()
+            self._close(session)
+
+    async def Inspect(
+        self, request: pb.InspectRequest, context: worker_pb2_grpc._ServicerContext
+    ) -> pb.InspectResponse:
+        """Counts, all taken at one moment between two steps."""
+        return await self._inspector.inspect(self.sessions)
+
+    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
+        try:
+            first = await asyncio.wait_for(anext(requests), HELLO_SECONDS)
+        except StopAsyncIteration:
+            raise TwinpoolError("INVALID_ARGUMENT", "the stream ended before Hello") from None
+        except TimeoutError:
+            raise TwinpoolError("INVALID_ARGUMENT", f"no Hello within {HELLO_SECONDS:g} s") from None
+        if first.WhichOneof("message") != "hello":
+            raise TwinpoolError("INVALID_ARGUMENT", "the first message is not Hello")
+        meant, own = first.hello.worker, self._worker
+        if (meant.name, meant.incarnation) != (own.name, own.incarnation):
+            detail = f"this is worker {own}, not {meant.name}@{meant.incarnation:016x}"
+            raise TwinpoolError("INCARNATION_MISMATCH", detail)
+        return first.hello
+
+    def _open(self, hello: pb.Hello) -> RouterSession:
+        router = f"{hello.router}@{hello.incarnation:016x}"
+        for other in list(self._sessions.values()):
+            # The router has dialled anew, so the old connection is dead, noticed here or not.
+            if other.router == router:
+                other.out.close(TwinpoolError("CANCELLED", "the router opened another session"))
+        session = RouterSession(next(self._numbers), router)
+        self._sessions[session.number] = session
+        self._loop.post(partial(self._loop.load.open, session.number))
+        log.info("session_opened", session=session.number, router=router)
+        return session
+
+    def _close(self, session: RouterSession) -> None:
+        session.out.close()
+        if self._sessions.pop(session.number, None) is None:
+            return
+        number = session.number
+        self._loop.post(partial(self._loop.load.close, number))
+        self._loop.post(partial(self._loop.role.on_session_closed, number))
+        log.info("session_closed", session=number, router=session.router)
+
+    async def _read(self, session: RouterSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        error: TwinpoolError | None = None
+        try:
+            async for message in requests:
+                self._accept(session, message)
+        except asyncio.CancelledError:
+            raise
+        except Exception as caught:
+            log.exception("session_read_failed", session=session.number)
+            error = errors.as_twinpool_error(caught)
+        session.out.close(error)
+
+    def _accept(self, session: RouterSession, message: pb.SessionRequest) -> None:
+        try:
+            work = parse_command(message, self._limits)
+            if self._draining and not isinstance(work, CancelWork):
+                raise CommandError(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker} is draining")
+        except CommandError as refused:
+            key = attempt_of(message)
+            if key is None:
+                session.out.close(TwinpoolError("INVALID_ARGUMENT", refused.detail))
+                return
+            failed = pb.AttemptFailed(id=key.message(), reason=refused.reason, detail=refused.detail)
+            session.out.send(pb.SessionResponse(failed=failed))
+            return
+        self._loop.post(partial(self._loop.role.on_work, session.number, work))

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step thread: the one thread that touches scheduler, block manager, offers and the model.
+
+One turn: run what other threads asked for, end what has run out of time, plan a step, run it, tell the
+results. With nothing to run the thread sleeps until it is asked or until the next deadline, so leases end
+on time with no new work.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinpool._core import BlockManager, StepPlan, StepScheduler
+from twinpool.engine.runner import SequenceDraw, StepResult
+from twinpool.logs import get_logger
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.load import LoadReporter
+from twinpool.worker.outbox import Outbox
+from twinpool.worker.role import RoleHandler
+
+IDLE_SECONDS_MAX: Final = 1.0
+"""Longest sleep: bounds how late a clock jump or a missed wake-up is noticed, and feeds the heartbeat."""
+
+FAILED_TURNS_MAX: Final = 3
+"""Turns in a row that may fail outside of a step before the worker gives up instead of spinning."""
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """What the loop needs of the engine's runner."""
+
+    def step(self, plan: StepPlan, draws: list[SequenceDraw]) -> StepResult: ...
+
+
+class Pool(Protocol):
+    """What the loop needs of the KV pool."""
+
+    def poison(self, blocks: NDArray[np.int32]) -> None: ...
+
+
+class StepLoop:
+    """Runs turns on a thread of its own. ``post`` and ``call`` may be used from any thread."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: StepScheduler,
+        blocks: BlockManager,
+        runner: Runner,
+        pool: Pool,
+        role: RoleHandler,
+        outbox: Outbox,
+        load: LoadReporter,
+        poison_freed: bool,
+        on_fatal: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``on_fatal`` is called on the step thread, once, with why it gave up."""
+        self.role = role
+        self.load = load
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._pool = pool
+        self._outbox = outbox
+        self._poison_freed = poison_freed
+        self._on_fatal = on_fatal
+        self._clock = clock
+        # What to run, and what to do instead if the loop ends before.
+        self._inbox: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._ended = False
+        self._heartbeat = clock()
+        self._thread = threading.Thread(target=self._run, name="twinpool-step", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def seconds_since_turn(self) -> float:
+        """Age of the last turn's start; grows beyond a step's length only if the thread is stuck."""
+        return self._clock() - self._heartbeat
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread after its turn; what was posted before still runs. False if it is still alive after ``timeout``."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs ``command`` on the step thread, in the order of posting. Dropped once the loop has ended."""
+        self._put(command, lambda: None)
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """As ``post``, with the result. Cancelled if the loop ends before it runs."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._put(run, future.cancel)
+        return future
+
+    def _put(self, run: Callable[[], None], drop: Callable[[], object]) -> None:
+        with self._wake:
+            ended = self._ended
+            if not ended:
+                self._inbox.append((run, drop))
+                self._wake.notify()
+        if ended:
+            drop()
+
+    def _run(self) -> None:
+        try:
+            self._turns()
+        finally:
+            with self._wake:
+                self._ended = True
+                left, self._inbox = self._inbox, deque()
+            for _, drop in left:
+                drop()
+
+    def _turns(self) -> None:
+        failures = 0
+        while not self._done():
+            try:
+                worked = self.turn()
+                failures = 0
+            except Exception as error:
+                failures += 1
+                log.exception("turn_failed", failures=failures)
+                if failures >= FAILED_TURNS_MAX:
+                    self._on_fatal(f"the step loop failed {failures} times in a row: {type(error).__name__}")
+                    return
+                self._recover(f"{type(error).__name__} in the step loop")
+                worked = False
+            if not worked:
+                self._sleep()
+
+    def _done(self) -> bool:
+        with self._wake:
+            self._ended = self._stopping and not self._inbox
+            return self._ended
+
+    def turn(self) -> bool:
+        """One turn. True if a step ran, so that the next turn should follow at once."""
+        self._heartbeat = self._clock()
+        self._drain()
+        now = self._clock()
+        self.role.on_clock(now)
+        self._poison()
+        self.load.tick(now)
+        # What commands caused must not wait for a step that may take long.
+        self._outbox.flush()
+        worked = self._step(now)
+        self._poison()
+        self._outbox.flush()
+        return worked
+
+    def _drain(self) -> None:
+        with self._wake:
+            batch, self._inbox = self._inbox, deque()
+        for run, _ in batch:
+            try:
+                run()
+            except Exception:
+                # A role answers for its own commands; what still arrives here must not end the others.
+                log.exception("command_failed")
+            # Before the next command: it may start a read into blocks that this one freed.
+            self._poison()
+
+    def _step(self, now: float) -> bool:
+        plan = self._scheduler.plan(now)
+        # The step writes into blocks that the plan has given out: what it freed is poisoned before.
+        self._poison()
+        if plan.empty:
+            self._scheduler.abort_plan(plan)
+            return False
+        started = self._clock()
+        try:
+            result = self._runner.step(plan, self.role.draws(plan))
+        except Exception as error:
+            log.exception("step_failed", sequences=len(plan.seq))
+            self._scheduler.abort_plan(plan)
+            self.role.on_step_failed(plan, f"{type(error).__name__} in a step")
+            return True
+        self._scheduler.advance(plan, result.tokens)
+        self.load.step_took(self._clock() - started)
+        self.role.on_step(plan, result)
+        return True
+
+    def _recover(self, detail: str) -> None:
+        try:
+            self.role.fail_all(pb.FAILURE_REASON_INTERNAL, detail)
+            self._outbox.flush()
+        except Exception:
+            log.exception("recovery_failed")
+
+    def _poison(self) -> None:
+        """Overwrites what was freed. The block manager has raised its generation by then, so a reader whose lease
+        has ended finds out."""
+        if self._poison_freed:
+            freed = self._blocks.drain_freed()
+            if len(freed):
+                self._pool.poison(freed)
+
+    def _sleep(self) -> None:
+        now = self._clock()
+        wakes = (self.role.next_wake(now), self.load.next_wake(), now + IDLE_SECONDS_MAX)
+        until = min(wake for wake in wakes if wake is not None)
+        with self._wake:
+            if self._inbox or self._stopping:
+                return
+            self._wake.wait(max(0.0, until - now))
