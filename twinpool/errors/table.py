@@ -242,6 +242,13 @@ _SERVING = (
         "a generated token has no text",
         "Check that router and workers read the same tokenizer files.",
     ),
+    ErrorSpec(
+        "CLIENT_TOO_SLOW",
+        C.RESOURCE_EXHAUSTED,
+        False,
+        "the client reads slower than the answer is made",
+        "Read the stream faster, or ask for fewer tokens; the operator sets router.max_buffered_tokens.",
+    ),
     ErrorSpec("INTERNAL", C.INTERNAL, False, "an internal error", "Report it with the request id."),
 )
 
