@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "blocks/block.h"
+#include "blocks/block_list.h"
+#include "blocks/block_map.h"
+#include "blocks/cache_events.h"
+#include "blocks/transfer_pins.h"
+#include "hash/hash128.h"
+
+namespace twinpool {
+
+/// Owns the physical blocks of one KV pool: free list, prefix cache, pins, quarantine. See BlockState for the states and
+/// csrc/README.md for the invariants. Not thread-safe. Every method that throws CoreError has changed nothing.
+class BlockManager {
+ public:
+  /// ``generations`` has one word a block, outlives the manager and may be read by other processes at any time.
+  BlockManager(std::int64_t num_blocks, std::int64_t block_tokens, std::span<std::uint64_t> generations);
+  BlockManager(const BlockManager&) = delete;
+  BlockManager& operator=(const BlockManager&) = delete;
+
+  [[nodiscard]] std::size_t num_blocks() const noexcept { return blocks_.size(); }
+  [[nodiscard]] std::size_t block_tokens() const noexcept { return block_tokens_; }
+  [[nodiscard]] std::size_t free_blocks() const noexcept { return free_.size(); }
+  [[nodiscard]] std::size_t cached_blocks() const noexcept { return cached_.size(); }
+  [[nodiscard]] std::size_t held_blocks() const noexcept { return held_; }
+  [[nodiscard]] std::size_t pinned_blocks() const noexcept { return pinned_; }
+  [[nodiscard]] std::size_t quarantined_blocks() const noexcept { return quarantined_; }
+  [[nodiscard]] std::size_t available_blocks() const noexcept { return free_.size() + cached_.size(); }
+  [[nodiscard]] std::size_t pinned_transfers() const noexcept { return transfers_.size(); }
+  [[nodiscard]] std::uint64_t generation(BlockId id) const { return generations_[static_cast<std::size_t>(id)]; }
+  [[nodiscard]] BlockState state(BlockId id) const { return at(id).state; }
+
+  [[nodiscard]] std::size_t lookup(std::span<const Hash128> hashes) const;
+  /// Appends the blocks of the longest cached prefix to ``out``, one reference each; returns how many.
+  std::size_t acquire_prefix(std::span<const Hash128> hashes, std::vector<BlockId>& out);
+  /// Appends ``count`` new blocks to ``out``; false and no change if there are not so many.
+  bool allocate(std::size_t count, std::vector<BlockId>& out);
+  /// The longest cached prefix of ``hashes`` and new blocks up to ``total`` in all, as long as ``spare`` blocks stay
+  /// available after it; returns the length of the prefix, or nothing and no change.
+  std::optional<std::size_t> acquire(std::span<const Hash128> hashes, std::size_t total, std::size_t spare,
+                                     std::vector<BlockId>& out);
+  void reference(std::span<const BlockId> ids);
+  void release(std::span<const BlockId> ids);
+  /// Appends the published block of each hash to ``published``.
+  void commit(std::span<const BlockId> ids, std::span<const Hash128> hashes, const Hash128& parent,
+              std::vector<BlockId>& published);
+
+  void pin(std::uint64_t transfer, std::span<const BlockId> ids, std::int64_t readers, double expires_at);
+  bool renew(std::uint64_t transfer, double expires_at) { return transfers_.renew(transfer, expires_at); }
+  bool unpin(std::uint64_t transfer, std::int64_t reader);
+  std::vector<std::uint64_t> expire(double now);
+
+  void quarantine(std::span<const BlockId> ids);
+  void unquarantine(std::span<const BlockId> ids);
+
+  std::vector<BlockId> drain_freed();
+  std::vector<CacheEvent> drain_events() { return events_.drain(); }
+  std::size_t reset_cache();
+  void check() const;
+
+ private:
+  [[nodiscard]] Block& at(BlockId id) { return blocks_[static_cast<std::size_t>(id)]; }
+  [[nodiscard]] const Block& at(BlockId id) const { return blocks_[static_cast<std::size_t>(id)]; }
+  [[nodiscard]] const Block& checked(BlockId id) const;
+
+  BlockId take_new();
+  void become_held(BlockId id);
+  void become_idle(BlockId id);
+  void evict_oldest();
+  void free_block(BlockId id);
+  void raise_generation(BlockId id);
+  void publish(BlockId id, const Hash128& hash, const Hash128& parent_hash, BlockId parent);
+  void drop_pins(std::span<const BlockId> ids);
+  void mark_distinct(std::span<const BlockId> ids, const char* call);
+  void compact_events();
+
+  void check_block(BlockId id) const;
+  void check_lists() const;
+
+  std::vector<Block> blocks_;
+  std::size_t block_tokens_;
+  std::span<std::uint64_t> generations_;
+  BlockList free_;
+  BlockList cached_;  ///< least recently let go first; a child always lies before its parent
+  BlockMap published_;
+  CacheEvents events_;
+  TransferPins transfers_;
+  std::vector<BlockId> ended_;
+  std::size_t held_ = 0;
+  std::size_t pinned_ = 0;
+  std::size_t quarantined_ = 0;
+};
+
+}  // namespace twinpool

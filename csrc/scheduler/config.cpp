@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "scheduler/config.h"
+
+#include "core/error.h"
+
+namespace twinpool {
+
+namespace {
+
+void require_range(const char* field, std::int64_t value, std::int64_t least, std::int64_t most) {
+  require(value >= least && value <= most, [&] {
+    return std::string(field) + " is " + std::to_string(value) + "; allowed are " + std::to_string(least) + " to " +
+           std::to_string(most);
+  });
+}
+
+}  // namespace
+
+void SchedulerConfig::validate() const {
+  require_range("max_num_seqs", max_num_seqs, 1, 1 << 16);
+  require_range("max_batched_tokens", max_batched_tokens, max_num_seqs, 1 << 24);
+  require_range("max_chunk_tokens", max_chunk_tokens, 1, 1 << 24);
+  require(policy == "fcfs" || policy == "priority",
+          [&] { return "policy is \"" + policy + "\"; allowed are \"fcfs\" and \"priority\""; });
+}
+
+}  // namespace twinpool

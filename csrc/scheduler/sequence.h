@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "blocks/block.h"
+#include "hash/hash128.h"
+
+namespace twinpool {
+
+using SequenceId = std::int64_t;
+
+enum class SequenceState : std::uint8_t {
+  waiting,     ///< no blocks; in the waiting queue
+  reserved,    ///< blocks, but its prompt's KV has not arrived; no row
+  ready,       ///< decodes from the next plan on; gets its row there
+  prefilling,  ///< a row behind the decodes; more than its newest token is to be computed
+  decoding,    ///< a row among the decodes; exactly its newest token is to be computed
+  done,        ///< blocks, but no row; nothing more is computed
+};
+
+/// One sequence. Tokens are prompt then output; KV is in ``blocks`` for the first ``computed`` of them.
+/// Between plans: committed == computed / block_tokens, and blocks cover computed (all tokens while prefilling).
+struct Sequence {
+  SequenceId id = 0;
+  SequenceState state = SequenceState::waiting;
+  bool planned = false;   ///< part of the outstanding plan
+  bool removed = false;   ///< removed while planned; ends with that plan
+  bool preempted = false; ///< waits after a preemption
+  bool knows_cached = false;  ///< cached_tokens is set
+  std::int64_t rank = 0;  ///< higher goes first; the priority, or 0 under fcfs
+  double arrival = 0;
+
+  std::size_t prompt_tokens = 0;
+  std::size_t max_new_tokens = 0;
+  std::size_t computed = 0;
+  std::size_t committed = 0;      ///< leading blocks that are published
+  std::size_t query = 0;          ///< tokens that the outstanding plan computes
+  std::size_t cached_tokens = 0;  ///< found in the cache when it first got blocks
+  std::size_t row = 0;            ///< while prefilling or decoding
+
+  std::vector<std::int32_t> tokens;
+  std::vector<BlockId> blocks;
+  std::vector<Hash128> hashes;  ///< of its leading full blocks, as far as known
+  Hash128 root;
+
+  BlockId copy_source = no_block;  ///< referenced until its content has been copied to copy_target, a block of this one
+  BlockId copy_target = no_block;
+  /// While reserved: generations of blocks[private_from...], which only this sequence may hold.
+  std::vector<std::uint64_t> generations;
+  std::size_t private_from = 0;
+  std::vector<SequenceId> forks;  ///< while reserved: those that start with it
+  std::int32_t first_token = 0;   ///< of a fork that is still reserved
+
+  [[nodiscard]] std::size_t left() const noexcept { return tokens.size() - computed; }
+  [[nodiscard]] std::size_t outputs() const noexcept { return tokens.size() - prompt_tokens; }
+};
+
+}  // namespace twinpool

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "scheduler/row_table.h"
+#include "scheduler/sequence.h"
+
+namespace twinpool {
+
+/// What the next step runs, as flat arrays; see twinpool/_core.pyi. ``table`` is the scheduler's own: its first seq.size()
+/// rows are this plan's until the plan is advanced or aborted.
+struct StepPlan {
+  std::uint64_t step = 0;  ///< which plan of its scheduler this is; 0 if it is empty and so need not come back
+  std::size_t decodes = 0;
+  std::vector<SequenceId> seq;
+  std::vector<std::int32_t> q_start = {0};
+  std::vector<std::int32_t> context;
+  std::vector<std::uint8_t> sample;
+  std::vector<std::int32_t> token_ids;
+  std::vector<std::int32_t> positions;
+  std::vector<std::int64_t> slots;
+  std::vector<SequenceId> preempted;
+  std::vector<BlockId> copies;  ///< source, target, source, target ...
+
+  std::shared_ptr<const RowTable::Storage> table;
+  std::size_t table_stride = 0;
+  std::size_t table_width = 0;
+};
+
+}  // namespace twinpool

@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// The life of a sequence between plans: add, reserve, start, fork, remove.
+#include "scheduler/step_scheduler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace twinpool {
+
+namespace {
+
+/// Output tokens for which room is made at once; more of them grow the vector as usual.
+constexpr std::size_t output_room = 1024;
+/// So that a priority can be negated.
+constexpr std::int64_t priority_limit = std::numeric_limits<std::int32_t>::max();
+/// Positions are int32, and prompt and output are limited to half of them each.
+constexpr std::int64_t length_limit = std::numeric_limits<std::int32_t>::max() / 2;
+
+const SchedulerConfig& validated(const SchedulerConfig& config) {
+  config.validate();
+  return config;
+}
+
+std::string name_of(SequenceId id) { return "sequence " + std::to_string(id); }
+
+}  // namespace
+
+StepScheduler::StepScheduler(BlockManager& blocks, const SchedulerConfig& config)
+    : blocks_(blocks),
+      block_tokens_(blocks.block_tokens()),
+      max_seqs_(static_cast<std::size_t>(validated(config).max_num_seqs)),
+      max_batched_tokens_(static_cast<std::size_t>(config.max_batched_tokens)),
+      max_chunk_tokens_(static_cast<std::size_t>(config.max_chunk_tokens)),
+      by_priority_(config.policy == "priority"),
+      table_(max_seqs_) {}
+
+SequenceId StepScheduler::add(const NewSequence& request) {
+  auto sequence = make(request);
+  require(blocks_at_end(*sequence) <= blocks_.num_blocks(), [&] {
+    return "the sequence needs " + std::to_string(blocks_at_end(*sequence)) + " blocks at its end; the pool has " +
+           std::to_string(blocks_.num_blocks());
+  });
+  Sequence& kept = *sequence;
+  const SequenceId id = keep(std::move(sequence));
+  enqueue(kept);
+  return id;
+}
+
+std::optional<SequenceId> StepScheduler::reserve(const NewSequence& request) {
+  require(request.max_new_tokens >= 1, "a reserved sequence must be allowed at least one new token");
+  auto sequence = make(request);
+  const std::size_t prompt_blocks = blocks_for(sequence->prompt_tokens);
+  // A preempted sequence gets its blocks back before a new one gets any, or reservations could starve it.
+  if (!has_seat() || waiting_preempted_ > 0 || blocks_at_end(*sequence) > blocks_.num_blocks()) {
+    return std::nullopt;
+  }
+  const auto prefix = blocks_.acquire(sequence->hashes, prompt_blocks + 1, 0, sequence->blocks);
+  if (!prefix) {
+    return std::nullopt;
+  }
+  sequence->state = SequenceState::reserved;
+  sequence->committed = *prefix;
+  sequence->computed = *prefix * block_tokens_;
+  sequence->cached_tokens = sequence->computed;
+  sequence->knows_cached = true;
+  note_generations(*sequence, *prefix);
+  ++reserved_;
+  return keep(std::move(sequence));
+}
+
+void StepScheduler::start(SequenceId id, std::int32_t first_token) {
+  Sequence& sequence = find(id);
+  require(sequence.state == SequenceState::reserved, [&] { return name_of(id) + " is not reserved and can't be started"; });
+  require(first_token >= 0, "a token is not negative");
+  std::vector<Sequence*> forks;
+  for (const SequenceId fork : sequence.forks) {
+    const auto at = sequences_.find(fork);
+    if (at != sequences_.end() && at->second->state == SequenceState::reserved) {
+      forks.push_back(at->second.get());
+    }
+  }
+  check_reserved_blocks(sequence);
+  for (const Sequence* fork : forks) {
+    check_reserved_blocks(*fork);
+  }
+  begin_decode(sequence, first_token);
+  for (Sequence* fork : forks) {
+    begin_decode(*fork, fork->first_token);
+  }
+}
+
+void StepScheduler::begin_decode(Sequence& sequence, std::int32_t first_token) {
+  --reserved_;
+  sequence.generations = {};
+  sequence.forks = {};
+  sequence.computed = sequence.prompt_tokens;
+  commit_full_blocks(sequence);
+  sequence.tokens.push_back(first_token);
+  if (sequence.outputs() >= sequence.max_new_tokens) {
+    sequence.state = SequenceState::done;
+  } else {
+    sequence.state = SequenceState::ready;
+    ready_.push_back(&sequence);
+  }
+}
+
+std::optional<SequenceId> StepScheduler::fork(SequenceId id, std::int32_t first_token, std::int64_t max_new_tokens) {
+  Sequence& parent = find(id);
+  require(max_new_tokens >= 1 && max_new_tokens <= length_limit, "a fork must be allowed at least one new token");
+  require(first_token >= 0, "a token is not negative");
+  const bool arriving = parent.state == SequenceState::reserved;
+  require(arriving || parent.outputs() > 0, [&] { return "the prompt of " + name_of(id) + " is not computed yet"; });
+  auto child = make_fork(parent, static_cast<std::size_t>(max_new_tokens));
+  child->first_token = first_token;
+  if (blocks_at_end(*child) > blocks_.num_blocks()) {
+    return std::nullopt;
+  }
+  if (!arriving && parent.computed < parent.prompt_tokens) {
+    // The parent lost its blocks, so there is nothing to share: the fork is recomputed too.
+    child->tokens.push_back(first_token);
+    Sequence& kept = *child;
+    const SequenceId child_id = keep(std::move(child));
+    enqueue(kept);
+    return child_id;
+  }
+  if (child->max_new_tokens > 1 || arriving) {
+    if (!has_seat()) {
+      return std::nullopt;
+    }
+  }
+  if (!share_blocks(parent, *child)) {
+    return std::nullopt;
+  }
+  child->state = SequenceState::reserved;
+  ++reserved_;
+  Sequence& kept = *child;
+  const SequenceId child_id = keep(std::move(child));
+  if (arriving) {
+    note_generations(kept, parent.private_from);
+    parent.forks.push_back(child_id);
+  } else {
+    begin_decode(kept, first_token);
+  }
+  return child_id;
+}
+
+std::unique_ptr<Sequence> StepScheduler::make_fork(const Sequence& parent, std::size_t max_new_tokens) const {
+  auto child = std::make_unique<Sequence>();
+  child->rank = parent.rank;
+  child->arrival = parent.arrival;
+  child->prompt_tokens = parent.prompt_tokens;
+  child->max_new_tokens = max_new_tokens;
+  child->root = parent.root;
+  const auto prompt = std::span(parent.tokens).first(parent.prompt_tokens);
+  child->tokens.reserve(prompt.size() + std::min(max_new_tokens, output_room));
+  child->tokens.assign(prompt.begin(), prompt.end());
+  const std::size_t full = parent.prompt_tokens / block_tokens_;
+  child->hashes.assign(parent.hashes.begin(), parent.hashes.begin() + static_cast<std::ptrdiff_t>(full));
+  child->cached_tokens = parent.cached_tokens;
+  child->knows_cached = true;
+  return child;
+}
+
+/// Shares the prompt's full blocks; the partial one gets a private twin that the child's first plan fills by a copy.
+bool StepScheduler::share_blocks(const Sequence& parent, Sequence& child) {
+  const std::size_t full = parent.prompt_tokens / block_tokens_;
+  const bool partial = parent.prompt_tokens % block_tokens_ != 0;
+  child.blocks.assign(parent.blocks.begin(), parent.blocks.begin() + static_cast<std::ptrdiff_t>(full));
+  if (!blocks_.allocate(partial ? 2 : 1, child.blocks)) {
+    child.blocks.clear();
+    return false;
+  }
+  blocks_.reference(std::span(child.blocks).first(full));
+  if (partial) {
+    const BlockId source = parent.copy_source != no_block ? parent.copy_source : parent.blocks[full];
+    blocks_.reference({&source, 1});
+    child.copy_source = source;
+    child.copy_target = child.blocks[full];
+  }
+  child.committed = std::min(parent.committed, full);
+  child.computed = std::min(parent.computed, child.committed * block_tokens_);
+  return true;
+}
+
+void StepScheduler::remove(SequenceId id) {
+  Sequence& sequence = find(id);
+  if (sequence.planned) {
+    // The step may be running on its blocks; they are given back when the plan comes back.
+    sequence.removed = true;
+    return;
+  }
+  end(sequence);
+}
+
+void StepScheduler::end(Sequence& sequence) {
+  switch (sequence.state) {
+    case SequenceState::waiting:
+      dequeue(sequence);
+      break;
+    case SequenceState::reserved:
+      --reserved_;
+      forget_lost_blocks(sequence);
+      break;
+    case SequenceState::ready:
+      std::erase(ready_, &sequence);
+      break;
+    case SequenceState::prefilling:
+    case SequenceState::decoding:
+      leave_table(sequence);
+      break;
+    case SequenceState::done:
+      break;
+  }
+  release_blocks(sequence);
+  sequences_.erase(sequence.id);
+}
+
+void StepScheduler::release_blocks(Sequence& sequence) {
+  finish_copy(sequence);
+  blocks_.release(sequence.blocks);
+  sequence.blocks.clear();
+  sequence.computed = 0;
+  sequence.committed = 0;
+}
+
+void StepScheduler::note_generations(Sequence& sequence, std::size_t from) const {
+  sequence.private_from = from;
+  sequence.generations.clear();
+  for (const BlockId block : std::span(sequence.blocks).subspan(from)) {
+    sequence.generations.push_back(blocks_.generation(block));
+  }
+}
+
+bool StepScheduler::lost(const Sequence& sequence, std::size_t index) const {
+  const BlockId block = sequence.blocks[index];
+  return blocks_.state(block) != BlockState::held ||
+         blocks_.generation(block) != sequence.generations[index - sequence.private_from];
+}
+
+void StepScheduler::check_reserved_blocks(const Sequence& sequence) const {
+  for (std::size_t i = sequence.private_from; i < sequence.blocks.size(); ++i) {
+    require(!lost(sequence, i), [&] {
+      return name_of(sequence.id) + " can't be started: its block " + std::to_string(sequence.blocks[i]) +
+             " went to quarantine";
+    });
+  }
+}
+
+/// Blocks that went to quarantine while they were reserved are not the sequence's to give back.
+void StepScheduler::forget_lost_blocks(Sequence& sequence) const {
+  std::size_t kept = sequence.private_from;
+  for (std::size_t i = kept; i < sequence.blocks.size(); ++i) {
+    if (!lost(sequence, i)) {
+      sequence.blocks[kept++] = sequence.blocks[i];
+    }
+  }
+  sequence.blocks.resize(kept);
+}
+
+std::unique_ptr<Sequence> StepScheduler::make(const NewSequence& request) const {
+  const std::size_t count = request.tokens.size();
+  require(count >= 1 && count <= static_cast<std::size_t>(length_limit),
+          [&] { return "a prompt of " + std::to_string(count) + " tokens can't be scheduled"; });
+  require(request.hashes.size() == count / block_tokens_, [&] {
+    return "a prompt of " + std::to_string(count) + " tokens has " + std::to_string(count / block_tokens_) +
+           " full blocks, not " + std::to_string(request.hashes.size()) + " hashes";
+  });
+  require(request.max_new_tokens >= 0 && request.max_new_tokens <= length_limit,
+          [&] { return "max_new_tokens " + std::to_string(request.max_new_tokens) + " is out of range"; });
+  require(request.priority >= -priority_limit && request.priority <= priority_limit,
+          [&] { return "priority " + std::to_string(request.priority) + " is out of range"; });
+  require(!std::isnan(request.arrival), "arrival must be a number");
+  auto sequence = std::make_unique<Sequence>();
+  sequence->rank = by_priority_ ? request.priority : 0;
+  sequence->arrival = request.arrival;
+  sequence->prompt_tokens = count;
+  sequence->max_new_tokens = static_cast<std::size_t>(request.max_new_tokens);
+  sequence->root = request.root;
+  sequence->tokens.reserve(count + std::min(sequence->max_new_tokens, output_room) + 1);
+  sequence->tokens.assign(request.tokens.begin(), request.tokens.end());
+  sequence->hashes.assign(request.hashes.begin(), request.hashes.end());
+  return sequence;
+}
+
+SequenceId StepScheduler::keep(std::unique_ptr<Sequence> sequence) {
+  sequence->id = ++last_id_;
+  sequences_.emplace(last_id_, std::move(sequence));
+  return last_id_;
+}
+
+Sequence& StepScheduler::find(SequenceId id) const {
+  const auto at = sequences_.find(id);
+  require(at != sequences_.end() && !at->second->removed, [&] { return "there is no " + name_of(id); });
+  return *at->second;
+}
+
+const Sequence& StepScheduler::sequence(SequenceId id) const { return find(id); }
+
+/// The KV of the very last token is never needed.
+std::size_t StepScheduler::blocks_at_end(const Sequence& sequence) const noexcept {
+  const std::size_t outputs = std::max<std::size_t>(sequence.max_new_tokens, 1);
+  return blocks_for(sequence.prompt_tokens + outputs - 1);
+}
+
+void StepScheduler::enqueue(Sequence& sequence) {
+  sequence.state = SequenceState::waiting;
+  waiting_.insert(sequence);
+  waiting_tokens_ += sequence.left();
+  waiting_preempted_ += sequence.preempted ? 1 : 0;
+}
+
+void StepScheduler::dequeue(Sequence& sequence) {
+  waiting_.erase(sequence);
+  waiting_tokens_ -= sequence.left();
+  waiting_preempted_ -= sequence.preempted ? 1 : 0;
+  sequence.preempted = false;
+}
+
+}  // namespace twinpool

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "blocks/block_manager.h"
+#include "scheduler/config.h"
+#include "scheduler/row_table.h"
+#include "scheduler/sequence.h"
+#include "scheduler/step_plan.h"
+#include "scheduler/waiting_queue.h"
+
+namespace twinpool {
+
+/// What a new sequence is made of. ``hashes`` are the chained hashes of the prompt's full blocks from ``root`` on.
+struct NewSequence {
+  std::span<const std::int32_t> tokens;
+  std::span<const Hash128> hashes;
+  Hash128 root;
+  std::int64_t max_new_tokens = 0;
+  std::int64_t priority = 0;
+  double arrival = 0;
+};
+
+/// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time. Cost of a step: per
+/// sequence O(1) whatever its context length, per waiting sequence nothing. Not thread-safe; methods that throw
+/// CoreError have changed nothing.
+class StepScheduler {
+ public:
+  StepScheduler(BlockManager& blocks, const SchedulerConfig& config);
+  StepScheduler(const StepScheduler&) = delete;
+  StepScheduler& operator=(const StepScheduler&) = delete;
+
+  SequenceId add(const NewSequence& request);
+  std::optional<SequenceId> reserve(const NewSequence& request);
+  void start(SequenceId id, std::int32_t first_token);
+  std::optional<SequenceId> fork(SequenceId id, std::int32_t first_token, std::int64_t max_new_tokens);
+  void remove(SequenceId id);
+
+  StepPlan plan(double now);
+  void advance(const StepPlan& plan, std::span<const std::int32_t> sampled);
+  void abort_plan(const StepPlan& plan);
+
+  [[nodiscard]] const Sequence& sequence(SequenceId id) const;
+  [[nodiscard]] std::size_t running() const noexcept { return table_.rows() + ready_.size(); }
+  [[nodiscard]] std::size_t waiting() const noexcept { return waiting_.size(); }
+  [[nodiscard]] std::size_t reserved() const noexcept { return reserved_; }
+  /// Tokens to be computed before the waiting and the prefilling sequences can decode; what the cache holds of a
+  /// waiting one counts in full.
+  [[nodiscard]] std::size_t waiting_tokens() const noexcept { return waiting_tokens_; }
+
+  /// Throws CoreError if an invariant does not hold. O(everything).
+  void check() const;
+
+ private:
+  // Life of a sequence (step_scheduler.cpp)
+  [[nodiscard]] Sequence& find(SequenceId id) const;
+  std::unique_ptr<Sequence> make(const NewSequence& request) const;
+  SequenceId keep(std::unique_ptr<Sequence> sequence);
+  [[nodiscard]] bool has_seat() const noexcept { return running() + reserved_ < max_seqs_; }
+  [[nodiscard]] std::size_t blocks_for(std::size_t tokens) const noexcept {
+    return (tokens + block_tokens_ - 1) / block_tokens_;
+  }
+  [[nodiscard]] std::size_t blocks_at_end(const Sequence& sequence) const noexcept;
+  void begin_decode(Sequence& sequence, std::int32_t first_token);
+  void check_reserved_blocks(const Sequence& sequence) const;
+  std::unique_ptr<Sequence> make_fork(const Sequence& parent, std::size_t max_new_tokens) const;
+  bool share_blocks(const Sequence& parent, Sequence& child);
+  void end(Sequence& sequence);
+  void note_generations(Sequence& sequence, std::size_t from) const;
+  [[nodiscard]] bool lost(const Sequence& sequence, std::size_t index) const;
+  void forget_lost_blocks(Sequence& sequence) const;
+  void release_blocks(Sequence& sequence);
+  void enqueue(Sequence& sequence);
+  void dequeue(Sequence& sequence);
+
+  // Planning (step_scheduler_plan.cpp)
+  void seat_ready();
+  void grow_decodes(StepPlan& plan);
+  bool grow(Sequence& sequence);
+  [[nodiscard]] Sequence& victim() const;
+  void preempt(Sequence& sequence);
+  void plan_decodes(StepPlan& plan);
+  void plan_prefills(StepPlan& plan);
+  bool admit(std::size_t row);
+  [[nodiscard]] std::size_t chunk_of(const Sequence& sequence, std::size_t budget) const noexcept;
+  void emit(StepPlan& plan, Sequence& sequence, std::size_t query);
+
+  // After a step (step_scheduler_advance.cpp)
+  void step_done(Sequence& sequence, bool sampled, std::int32_t token);
+  void commit_full_blocks(Sequence& sequence);
+  void finish_copy(Sequence& sequence);
+  void leave_table(Sequence& sequence);
+
+  void check_sequence(const Sequence& sequence) const;
+
+  BlockManager& blocks_;
+  std::size_t block_tokens_;
+  std::size_t max_seqs_;
+  std::size_t max_batched_tokens_;
+  std::size_t max_chunk_tokens_;
+  bool by_priority_;
+
+  std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  WaitingQueue waiting_;
+  RowTable table_;
+  std::vector<Sequence*> ready_;
+  std::vector<Sequence*> in_flight_;  ///< of the outstanding plan, in its order
+  std::uint64_t outstanding_ = 0;     ///< step of the outstanding plan; 0 if there is none
+  std::uint64_t steps_ = 0;
+  SequenceId last_id_ = 0;
+  std::size_t reserved_ = 0;
+  std::size_t waiting_tokens_ = 0;
+  std::size_t waiting_preempted_ = 0;
+  std::vector<BlockId> scratch_;
+};
+
+}  // namespace twinpool
