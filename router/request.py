@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request after validation: everything that the later hops need, with all defaults filled in."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinpool.v1 import inference_pb2 as inference
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that may serve one another's requests: same pool, model and fingerprint.
+
+    ``label`` is what the core calls the pool, so that no placement ever mixes two models or two KV formats that
+    happen to share a pool's name. Limits are the smallest over the group's workers.
+    """
+
+    pool: str
+    model: str
+    fingerprint: str
+    family: str
+    vocab_size: int
+    block_tokens: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    model_path: str
+
+    @property
+    def label(self) -> str:
+        """Unique among groups; the fingerprint's own text keeps it so."""
+        return f"{self.pool}/{self.model}/{self.fingerprint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """What a request asks for besides its prompt, checked and complete. ``max_tokens`` 0: what the context leaves."""
+
+    sampling: inference.SamplingParams
+    max_tokens: int
+    min_tokens: int
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    n: int
+    logprobs: int | None
+    priority: int
+    tenant: str
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready for admission.
+
+    ``request_id`` is minted by the router and unique in the cluster; ``client_id`` is what the client called it.
+    ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``; ``arrival`` and ``deadline`` are seconds
+    of the event loop's clock, ``deadline`` 0 if there is none.
+    """
+
+    request_id: str
+    client_id: str
+    group: Group
+    tokens: NDArray[np.int32]
+    hashes: NDArray[np.uint8]
+    root: bytes
+    sampling: inference.SamplingParams
+    max_tokens: int
+    min_tokens: int
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    n: int
+    logprobs: int | None
+    priority: int
+    tenant: str
+    size_bytes: int
+    arrival: float
+    tokenized: float
+    deadline: float = 0.0
+    eos_token_ids: frozenset[int] = field(default=frozenset())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.tokens)

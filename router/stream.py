@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From drawn tokens to what the client reads: text, stop strings, log-probabilities, offsets.
+
+Tokens are only appended to lists as they arrive. Text is made when the client can take a message, for all tokens that
+wait by then: the first one at once, later ones in as few messages as the client's pace allows. What may wait is bounded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twinpool.errors import TwinpoolError
+from twinpool.text import TextStream, UnknownTokenError
+from twinpool.v1 import inference_pb2 as pb
+
+_RUNNING = pb.FINISH_REASON_UNSPECIFIED
+_STOP = pb.FINISH_REASON_STOP
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSpec:
+    """What an answer needs to know of its request."""
+
+    n: int
+    logprobs: bool
+    max_buffered_tokens: int
+
+
+class Choice:
+    """One choice: what arrived, what was sent, how it ended."""
+
+    __slots__ = (
+        "_ids",
+        "_logprobs",
+        "_text",
+        "_worker_finish",
+        "finish",
+        "generated",
+        "index",
+        "received",
+        "sent",
+        "stop_string",
+        "stop_token_id",
+    )
+
+    def __init__(self, index: int, text: TextStream) -> None:
+        self.index = index
+        self.received = 0
+        self.sent = 0
+        self.generated: list[int] = []
+        self.finish: pb.FinishReason.ValueType = _RUNNING
+        self.stop_string: str | None = None
+        self.stop_token_id: int | None = None
+        self._text = text
+        self._ids: list[int] = []
+        self._logprobs: list[pb.PositionLogprobs] = []
+        self._worker_finish: pb.FinishReason.ValueType = _RUNNING
+
+    @property
+    def pending(self) -> int:
+        """Tokens that arrived and were not taken yet."""
+        return len(self._ids)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the workers have drawn its last token."""
+        return self._worker_finish != _RUNNING or self.finish != _RUNNING
+
+    def push(
+        self,
+        token_id: int,
+        offset: int,
+        finish: pb.FinishReason.ValueType,
+        logprobs: pb.PositionLogprobs | None,
+    ) -> bool:
+        """Takes a token. False if it is one too many (a repeat, or one after the end); raises INTERNAL for a gap."""
+        if self.drawn or offset < self.received:
+            return False
+        if offset > self.received:
+            raise TwinpoolError(
+                "INTERNAL", f"choice {self.index}: token {offset} came where {self.received} was due"
+            )
+        self.received += 1
+        self._ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        self._worker_finish = finish
+        return True
+
+    def drop(self) -> None:
+        """Forgets what was not taken: the answer has failed."""
+        self._ids.clear()
+        self._logprobs.clear()
+
+    def take(self) -> pb.GenerateTokens | None:
+        """What waits, as one message; None if nothing does. Sets ``finish`` if the choice ends here.
+
+        Raises DETOKENIZE_FAILED if a token has no text.
+        """
+        if not self._ids or self.finish != _RUNNING:
+            return None
+        ids, logprobs = self._ids, self._logprobs
+        self._ids, self._logprobs = [], []
+        try:
+            used, text = self._decode(ids)
+        except UnknownTokenError as error:
+            raise TwinpoolError("DETOKENIZE_FAILED", f"choice {self.index}: {error}") from error
+        message = pb.GenerateTokens(
+            index=self.index,
+            offset=self.sent,
+            token_ids=ids[:used],
+            text=text,
+            logprobs=logprobs[:used],
+        )
+        self.sent += used
+        self.generated += ids[:used]
+        return message
+
+    def _decode(self, ids: list[int]) -> tuple[int, str]:
+        """How many of ``ids`` belong to the answer, and their text."""
+        final = self._worker_finish
+        # The token that stops a choice is counted and returned, but is no part of the text.
+        delta = self._text.push(ids[:-1] if final == _STOP else ids)
+        if delta.stop is None and final == _RUNNING:
+            return len(ids), delta.text
+        used, text = delta.tokens, delta.text
+        if delta.stop is None:
+            delta = self._text.finish()
+            used, text = len(ids), text + delta.text
+        if delta.stop is not None:
+            self.finish, self.stop_string = _STOP, delta.stop.value
+        else:
+            self.finish = final
+            self.stop_token_id = ids[-1] if final == _STOP else None
+        return used, text
+
+    def summary(self) -> pb.ChoiceFinish:
+        """How it ended."""
+        return pb.ChoiceFinish(
+            index=self.index,
+            reason=self.finish,
+            stop_string=self.stop_string,
+            stop_token_id=self.stop_token_id,
+        )
+
+
+class Answer:
+    """All choices of one request."""
+
+    def __init__(self, spec: AnswerSpec, text: Callable[[], TextStream]) -> None:
+        self._spec = spec
+        self.choices = [Choice(index, text()) for index in range(spec.n)]
+        self._buffered = 0
+
+    def push(
+        self,
+        index: int,
+        token_id: int,
+        offset: int,
+        finish: pb.FinishReason.ValueType,
+        logprobs: pb.PositionLogprobs | None,
+    ) -> None:
+        """Takes a token. Raises INTERNAL for what no worker may send, CLIENT_TOO_SLOW if too much waits."""
+        if index >= len(self.choices):
+            raise TwinpoolError("INTERNAL", f"a token came for choice {index} of {len(self.choices)}")
+        if self.choices[index].push(token_id, offset, finish, logprobs if self._spec.logprobs else None):
+            self._buffered += 1
+            if self._buffered > self._spec.max_buffered_tokens:
+                raise TwinpoolError(
+                    "CLIENT_TOO_SLOW",
+                    f"{self._buffered} tokens wait to be read; the limit is {self._spec.max_buffered_tokens}",
+                    metadata={"limit": self._spec.max_buffered_tokens},
+                )
+
+    def take(self) -> list[pb.GenerateResponse]:
+        """Everything that waits, one message a choice."""
+        self._buffered = 0
+        messages = (choice.take() for choice in self.choices)
+        return [pb.GenerateResponse(tokens=message) for message in messages if message is not None]
+
+    def drop(self) -> None:
+        """Forgets what waits."""
+        self._buffered = 0
+        for choice in self.choices:
+            choice.drop()
+
+    @property
+    def started(self) -> bool:
+        """Whether the client was sent any token."""
+        return any(choice.sent for choice in self.choices)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the workers have drawn every choice's last token."""
+        return all(choice.drawn for choice in self.choices)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended and all of it was taken."""
+        return all(choice.finish != _RUNNING for choice in self.choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer, over all choices."""
+        return sum(choice.sent for choice in self.choices)
+
+    def summaries(self) -> list[pb.ChoiceFinish]:
+        """How each choice ended."""
+        return [choice.summary() for choice in self.choices]

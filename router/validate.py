@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may contain. Everything is checked before any block is reserved anywhere.
+
+Each refusal names the field, the value and the limit. Numbers have their ranges in one table; the rest are rules over
+lists, text and the prompt.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinpool.config.router import RouterSection
+from twinpool.errors import TwinpoolError
+from twinpool.ids import is_request_id
+from twinpool.router.request import Group, Params
+from twinpool.router.utf8 import refuse_unknown_fields
+from twinpool.v1 import inference_pb2 as inference
+
+ROLES: Final = ("system", "user", "assistant", "tool")
+_MAX_PRIORITY: Final = 100
+_MAX_SHOWN_CHARS: Final = 48
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRange:
+    """A sampling parameter: its default and the closed range of its values, open below where it says so."""
+
+    name: str
+    default: float
+    low: float
+    high: float
+    above_low: bool = False
+
+    def describe(self) -> str:
+        """The range in words."""
+        low = f"above {self.low:g}" if self.above_low else f"{self.low:g}"
+        return f"{low} to {self.high:g}"
+
+    def holds(self, value: float) -> bool:
+        """False also for NaN, which compares false with everything."""
+        return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
+
+SAMPLING: Final = (
+    SamplingRange("temperature", 1.0, 0.0, 100.0),
+    SamplingRange("top_p", 1.0, 0.0, 1.0, above_low=True),
+    SamplingRange("min_p", 0.0, 0.0, 1.0),
+    SamplingRange("presence_penalty", 0.0, -2.0, 2.0),
+    SamplingRange("frequency_penalty", 0.0, -2.0, 2.0),
+    SamplingRange("repetition_penalty", 1.0, 0.0, 10.0, above_low=True),
+)
+"""The parameters that are real numbers; ``top_k`` depends on the vocabulary and ``seed`` may be anything."""
+
+
+def check_params(
+    request: inference.GenerateRequest, limits: RouterSection, group: Group, seed: int
+) -> Params:
+    """All of a request but its prompt, with defaults filled in. ``seed`` is used if the client gave none.
+
+    Raises TwinpoolError for the first rule that the request breaks.
+    """
+    refuse_unknown_fields(request)
+    refuse_unknown_fields(request.sampling, "sampling")
+    refuse_unknown_fields(request.stop, "stop")
+    if request.request_id and not is_request_id(request.request_id):
+        raise TwinpoolError(
+            "INVALID_REQUEST_ID",
+            f"request_id is {_shown(request.request_id)}; the limit is 128 characters of A-Z a-z 0-9 . _ : -",
+            field="request_id",
+        )
+    _within("n", "INVALID_N", request.n or 1, 1, limits.max_choices)
+    if request.HasField("logprobs"):
+        _within("logprobs", "INVALID_LOGPROBS", request.logprobs, 0, limits.max_logprobs)
+    _within("priority", "INVALID_PRIORITY", request.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
+    _check_tenant(request.tenant, limits)
+    if request.adapter:
+        raise TwinpoolError(
+            "ADAPTER_NOT_FOUND",
+            f"adapter is {_shown(request.adapter)}; the limit is none, since no worker of {group.model!r} has one",
+            field="adapter",
+        )
+    stop = _check_stop(request.stop, limits, group)
+    return Params(
+        sampling=_check_sampling(request.sampling, group, seed),
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_strings=tuple(stop.stop_strings),
+        stop_token_ids=tuple(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        n=request.n or 1,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        priority=request.priority,
+        tenant=request.tenant,
+        adapter=request.adapter,
+    )
+
+
+def check_text(text: str, field: str, limits: RouterSection) -> None:
+    """Raises for text that is empty or too long to be worth tokenising."""
+    if not text:
+        raise TwinpoolError(
+            "EMPTY_PROMPT", f"{field} is empty; the limit is at least 1 character", field=field
+        )
+    if len(text) > limits.max_prompt_chars:
+        raise TwinpoolError(
+            "PROMPT_TOO_LONG",
+            f"{field} has {len(text)} characters; the limit is {limits.max_prompt_chars}",
+            field=field,
+            metadata={"limit": limits.max_prompt_chars},
+        )
+
+
+def check_chat(chat: inference.ChatMessages, limits: RouterSection) -> None:
+    """Raises for a conversation that no template should see."""
+    refuse_unknown_fields(chat, "chat")
+    if not chat.messages:
+        raise TwinpoolError(
+            "EMPTY_PROMPT", "chat.messages is empty; the limit is at least 1 message", field="chat.messages"
+        )
+    if len(chat.messages) > limits.max_chat_messages:
+        raise TwinpoolError(
+            "INVALID_CHAT",
+            f"chat.messages has {len(chat.messages)} messages; the limit is {limits.max_chat_messages}",
+            field="chat.messages",
+        )
+    chars = 0
+    for index, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            field = f"chat.messages[{index}].role"
+            raise TwinpoolError(
+                "INVALID_CHAT",
+                f"{field} is {_shown(message.role)}; the limit is one of {', '.join(ROLES)}",
+                field=field,
+            )
+        chars += len(message.content)
+    if chars > limits.max_prompt_chars:
+        raise TwinpoolError(
+            "PROMPT_TOO_LONG",
+            f"chat.messages has {chars} characters; the limit is {limits.max_prompt_chars}",
+            field="chat.messages",
+            metadata={"limit": limits.max_prompt_chars},
+        )
+
+
+def check_token_ids(tokens: NDArray[np.uint32], group: Group) -> NDArray[np.int32]:
+    """Token ids as the client sent them, as int32. Raises for an id outside the vocabulary."""
+    if len(tokens) and int(tokens.max()) >= group.vocab_size:
+        at = int(np.argmax(tokens >= group.vocab_size))
+        field = f"token_ids.ids[{at}]"
+        raise TwinpoolError(
+            "TOKEN_OUT_OF_VOCABULARY",
+            f"{field} is {int(tokens[at])}; the limit is {group.vocab_size - 1}",
+            field=field,
+            metadata={"limit": group.vocab_size - 1},
+        )
+    return tokens.astype(np.int32)
+
+
+def check_length(tokens: int, params: Params, field: str, limits: RouterSection, group: Group) -> int:
+    """Raises if a prompt of ``tokens`` is empty or too long; returns the most tokens that the answer may have."""
+    if tokens == 0:
+        raise TwinpoolError("EMPTY_PROMPT", f"{field} has 0 tokens; the limit is at least 1", field=field)
+    # One position must be left for the answer.
+    most = min(limits.max_prompt_tokens, group.max_context_tokens - 1)
+    if tokens > most:
+        raise TwinpoolError(
+            "PROMPT_TOO_LONG",
+            f"{field} has {tokens} tokens; the limit is {most}",
+            field=field,
+            metadata={"limit": most},
+        )
+    left = group.max_context_tokens - tokens
+    if params.max_tokens > left:
+        raise TwinpoolError(
+            "CONTEXT_LIMIT_EXCEEDED",
+            f"the prompt of {tokens} tokens and stop.max_tokens of {params.max_tokens} make "
+            f"{tokens + params.max_tokens}; the limit is {group.max_context_tokens}",
+            field="stop.max_tokens",
+            metadata={"limit": group.max_context_tokens},
+        )
+    allowed = params.max_tokens or min(left, limits.max_output_tokens)
+    if params.min_tokens > allowed:
+        raise TwinpoolError(
+            "INVALID_STOP",
+            f"stop.min_tokens is {params.min_tokens}; the limit is stop.max_tokens, {allowed}",
+            field="stop.min_tokens",
+        )
+    return allowed
+
+
+def _check_sampling(given: inference.SamplingParams, group: Group, seed: int) -> inference.SamplingParams:
+    full = inference.SamplingParams(seed=given.seed if given.HasField("seed") else seed)
+    for rule in SAMPLING:
+        value: float = getattr(given, rule.name) if given.HasField(rule.name) else rule.default  # type: ignore[arg-type]
+        if not rule.holds(value):
+            field = f"sampling.{rule.name}"
+            raise TwinpoolError(
+                "INVALID_SAMPLING", f"{field} is {value:g}; the limit is {rule.describe()}", field=field
+            )
+        setattr(full, rule.name, value)
+    _within("sampling.top_k", "INVALID_SAMPLING", given.top_k, 0, group.vocab_size)
+    full.top_k = given.top_k
+    return full
+
+
+def _check_stop(
+    stop: inference.StopConditions, limits: RouterSection, group: Group
+) -> inference.StopConditions:
+    if stop.HasField("max_tokens"):
+        _within("stop.max_tokens", "INVALID_STOP", stop.max_tokens, 1, limits.max_output_tokens)
+    strings = stop.stop_strings
+    _count("stop.stop_strings", len(strings), limits.max_stop_strings)
+    for index, text in enumerate(strings):
+        field = f"stop.stop_strings[{index}]"
+        if not 1 <= len(text) <= limits.max_stop_string_chars:
+            raise TwinpoolError(
+                "INVALID_STOP",
+                f"{field} has {len(text)} characters; the limit is 1 to {limits.max_stop_string_chars}",
+                field=field,
+            )
+    _count("stop.stop_token_ids", len(stop.stop_token_ids), limits.max_stop_token_ids)
+    for index, token in enumerate(stop.stop_token_ids):
+        _within(f"stop.stop_token_ids[{index}]", "TOKEN_OUT_OF_VOCABULARY", token, 0, group.vocab_size - 1)
+    return stop
+
+
+def _check_tenant(tenant: str, limits: RouterSection) -> None:
+    if len(tenant) > limits.max_tenant_chars or not tenant.isprintable():
+        raise TwinpoolError(
+            "INVALID_TENANT",
+            f"tenant is {_shown(tenant)}; the limit is {limits.max_tenant_chars} printable characters",
+            field="tenant",
+        )
+
+
+def _within(field: str, reason: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise TwinpoolError(
+            reason, f"{field} is {value}; the limit is {low} to {high}", field=field, metadata={"limit": high}
+        )
+
+
+def _count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise TwinpoolError("INVALID_STOP", f"{field} has {count} entries; the limit is {limit}", field=field)
+
+
+def _shown(text: str) -> str:
+    """A short identifier as it may appear in a message."""
+    return repr(text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…")

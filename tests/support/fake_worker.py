@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker without a model: it speaks WorkerService over real gRPC and does what its script says.
+
+It keeps the rules of a real worker (one token a choice from prefill, one message a decode step, every cancel
+acknowledged, the end of a stream cancels what ran on it), so a router that satisfies it satisfies the protocol. What it
+saw and what it still holds can be asked at any time.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from twinpool.ids import WorkerKey, new_incarnation
+from twinpool.v1 import control_pb2, inference_pb2, worker_pb2_grpc
+from twinpool.v1 import worker_pb2 as pb
+
+AttemptKey = tuple[str, int]
+FIRST_TOKEN = 65
+
+
+def counting_token(prompt: "Job", choice: int, offset: int) -> int:
+    """Default: letters of the byte-level test tokenizer, another sequence for each choice."""
+    return FIRST_TOKEN + (offset + choice) % 26
+
+
+@dataclass
+class Script:
+    """What a fake worker does. It may be changed at any time; a command reads it when it comes.
+
+    ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
+    ``fail_after_tokens``: decode fails with ``fail_reason`` once a choice has so many tokens. ``silent``: messages that
+    are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
+    """
+
+    reserve_seconds: float = 0.0
+    refuse: "pb.FailureReason.ValueType | None" = None
+    detail: str = "scripted"
+    reserved_cached_blocks: int = 0
+    prefill_seconds: float = 0.0
+    prefill_cached_tokens: int = 0
+    fail_prefill: "pb.FailureReason.ValueType | None" = None
+    handoff_seconds: float = 0.0
+    fail_handoff: "pb.FailureReason.ValueType | None" = None
+    step_seconds: float = 0.0
+    fail_after_tokens: int | None = None
+    fail_reason: "pb.FailureReason.ValueType" = pb.FAILURE_REASON_INTERNAL
+    cancel_seconds: float = 0.0
+    token: "Callable[[Job, int, int], int]" = counting_token
+    silent: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Job:
+    """One attempt on a worker."""
+
+    key: AttemptKey
+    prompt: np.ndarray
+    draw: pb.DrawSpec
+    task: asyncio.Task[None] | None = None
+    offsets: dict[int, int] = field(default_factory=dict)
+
+    def first_token(self, script: Script, choice: int) -> pb.FirstToken:
+        """What prefill draws for a choice, with the stop rules applied."""
+        token_id = script.token(self, choice, 0)
+        token = pb.FirstToken(index=choice, token_id=token_id, finish=self.finish_of(token_id, 0))
+        if self.draw.HasField("logprobs"):
+            token.logprobs.CopyFrom(fake_logprobs(token_id, self.draw.logprobs))
+        return token
+
+    def finish_of(self, token_id: int, offset: int) -> "inference_pb2.FinishReason.ValueType":
+        """Whether a token at ``offset`` ends its choice."""
+        if token_id in self.draw.stop_token_ids and offset + 1 > self.draw.stop.min_tokens:
+            return inference_pb2.FINISH_REASON_STOP
+        if offset + 1 >= self.draw.stop.max_tokens:
+            return inference_pb2.FINISH_REASON_LENGTH
+        return inference_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def fake_logprobs(token_id: int, alternatives: int) -> inference_pb2.PositionLogprobs:
+    """-0.5 for the token, then -1.0, -2.0 ... for the next ids."""
+    message = inference_pb2.PositionLogprobs()
+    message.chosen.token_id, message.chosen.logprob = token_id, -0.5
+    for rank in range(alternatives):
+        message.top.add(token_id=token_id + rank, logprob=-float(rank + 1))
+    return message
+
+
+class Fabric:
+    """Stands for the hand-off between fake workers: what prefill has drawn reaches the reader."""
+
+    def __init__(self) -> None:
+        self.workers: list[FakeWorker] = []
+        self._done: dict[AttemptKey, asyncio.Future[list[pb.FirstToken]]] = {}
+
+    def of(self, key: AttemptKey) -> asyncio.Future[list[pb.FirstToken]]:
+        """The attempt's first tokens, once prefill is done."""
+        if key not in self._done:
+            self._done[key] = asyncio.get_running_loop().create_future()
+        return self._done[key]
+
+    def lose(self, key: AttemptKey) -> None:
+        """The owner died: the reader finds out."""
+        if not self.of(key).done():
+            self.of(key).set_exception(ConnectionError("owner lost"))
+            self.of(key).exception()  # seen, even if nobody reads
+
+
+class _Session:
+    """One router's stream."""
+
+    def __init__(self) -> None:
+        self.outbox: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        self.jobs: dict[AttemptKey, Job] = {}
+        self.running: dict[AttemptKey, Job] = {}
+
+    def send(self, **message: object) -> None:
+        self.outbox.put_nowait(pb.SessionResponse(**message))  # type: ignore[arg-type]
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """``await start()``, then give ``record()`` to a router."""
+
+    def __init__(
+        self,
+        name: str,
+        role: "pb.Role.ValueType",
+        fabric: Fabric,
+        script: Script | None = None,
+        **record: object,
+    ) -> None:
+        self.key = WorkerKey(name, new_incarnation())
+        self.role = role
+        self.script = script or Script()
+        self.fabric = fabric
+        self.prefills: list[pb.PrefillCommand] = []
+        self.decodes: list[pb.DecodeCommand] = []
+        self.cancels: list[AttemptKey] = []
+        self.sessions: list[_Session] = []
+        self.port = 0
+        self._fields: dict[str, object] = record
+        self._server: grpc.aio.Server | None = None
+        fabric.workers.append(self)
+
+    # --- life -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listens, on the port it had before if it was started before."""
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", 64 << 20),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Ends like a process that was killed: streams break, nothing is acknowledged."""
+        if self.role == pb.ROLE_PREFILL:
+            for key in self.held:
+                self.fabric.lose(key)
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    async def restart(self) -> None:
+        """Another incarnation on the same port."""
+        await self.kill()
+        self.key = WorkerKey(self.key.name, new_incarnation())
+        await self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def held(self) -> set[AttemptKey]:
+        """Attempts for which something is held."""
+        return {key for session in self.sessions for key in session.jobs}
+
+    def record(self, state: "control_pb2.WorkerState.ValueType" = control_pb2.WORKER_STATE_READY):  # type: ignore[no-untyped-def]
+        """What it would register."""
+        values: dict[str, object] = {
+            "pool": "default",
+            "fingerprint": "fake-v1",
+            "model": "fake",
+            "family": "llama",
+            "num_blocks": 4096,
+            "block_tokens": 16,
+            "kv_bytes_per_token": 128,
+            "max_num_seqs": 64,
+            "max_context_tokens": 4096,
+            "vocab_size": 258,
+            "eos_token_ids": [257],
+        } | self._fields
+        record = control_pb2.WorkerRecord(role=self.role, state=state, endpoint=self.endpoint, **values)  # type: ignore[arg-type]
+        record.worker.name, record.worker.incarnation = self.key.name, self.key.incarnation
+        return record
+
+    def report(self, **values: int) -> None:
+        """Sends a load report to every router."""
+        for session in self.sessions:
+            session.send(load=pb.LoadReport(**values))
+
+    # --- the service ----------------------------------------------------------------------
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.SessionResponse]:
+        first = await anext(request_iterator)
+        hello = first.hello
+        if (hello.worker.name, hello.worker.incarnation) != (self.key.name, self.key.incarnation):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+        session = _Session()
+        self.sessions.append(session)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            if "welcome" not in self.script.silent:
+                welcome = pb.Welcome(role=self.role)
+                welcome.worker.name, welcome.worker.incarnation = self.key.name, self.key.incarnation
+                session.send(welcome=welcome)
+            while (message := await session.outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self.sessions.remove(session)
+            for job in list(session.jobs.values()):
+                if job.task is not None:
+                    job.task.cancel()
+
+    async def _read(self, session: _Session, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "prefill":
+                self.prefills.append(request.prefill)
+                self._start(session, request.prefill, self._prefill)
+            elif kind == "decode":
+                self.decodes.append(request.decode)
+                self._start(session, request.decode, self._decode)
+            elif kind == "cancel":
+                key = (request.cancel.id.request_id, request.cancel.id.attempt)
+                self.cancels.append(key)
+                asyncio.create_task(self._cancel(session, key))
+        session.outbox.put_nowait(None)
+
+    def _start(self, session: _Session, command, run) -> None:  # type: ignore[no-untyped-def]
+        key = (command.id.request_id, command.id.attempt)
+        if self.script.refuse is not None:
+            session.send(
+                failed=pb.AttemptFailed(id=command.id, reason=self.script.refuse, detail=self.script.detail)
+            )
+            return
+        job = Job(key, np.frombuffer(command.prompt.token_ids, "<i4"), command.draw)
+        session.jobs[key] = job
+        job.task = asyncio.create_task(run(session, job, command))
+
+    async def _cancel(self, session: _Session, key: AttemptKey) -> None:
+        await asyncio.sleep(self.script.cancel_seconds)
+        job = session.jobs.pop(key, None)
+        session.running.pop(key, None)
+        if job is not None and job.task is not None:
+            job.task.cancel()
+        if "cancelled" not in self.script.silent:
+            session.send(cancelled=pb.Cancelled(id=_id(key)))
+
+    def _fail(self, session: _Session, job: Job, reason: "pb.FailureReason.ValueType") -> None:
+        session.jobs.pop(job.key, None)
+        session.running.pop(job.key, None)
+        session.send(failed=pb.AttemptFailed(id=_id(job.key), reason=reason, detail=self.script.detail))
+
+    # --- prefill --------------------------------------------------------------------------
+
+    async def _prefill(self, session: _Session, job: Job, command: pb.PrefillCommand) -> None:
+        script = self.script
+        await asyncio.sleep(script.prefill_seconds)
+        if script.fail_prefill is not None:
+            self._fail(session, job, script.fail_prefill)
+            return
+        tokens = [job.first_token(script, choice) for choice in range(job.draw.n)]
+        if "prefill_done" not in script.silent:
+            done = pb.PrefillDone(
+                id=command.id, first_tokens=tokens, cached_tokens=script.prefill_cached_tokens
+            )
+            session.send(prefill_done=done)
+        handed = self.fabric.of(job.key)
+        if not handed.done():
+            handed.set_result(tokens)
+
+    # --- decode ---------------------------------------------------------------------------
+
+    async def _decode(self, session: _Session, job: Job, command: pb.DecodeCommand) -> None:
+        script = self.script
+        await asyncio.sleep(script.reserve_seconds)
+        if "reserved" not in script.silent:
+            session.send(reserved=pb.Reserved(id=command.id, cached_blocks=script.reserved_cached_blocks))
+        try:
+            first = await asyncio.shield(self.fabric.of(job.key))
+        except ConnectionError:
+            self._fail(session, job, pb.FAILURE_REASON_PEER_LOST)
+            return
+        await asyncio.sleep(script.handoff_seconds)
+        if script.fail_handoff is not None:
+            self._fail(session, job, script.fail_handoff)
+            return
+        self._released(job.key)
+        if "handoff_done" not in script.silent:
+            done = pb.HandoffDone(id=command.id)
+            done.stats.bytes, done.stats.blocks = 128 * len(job.prompt), -(-len(job.prompt) // 16)
+            done.stats.read_time.FromMilliseconds(1)
+            session.send(handoff_done=done)
+        for token in first:
+            if not token.finish:
+                job.offsets[token.index] = 1
+        if not job.offsets:
+            session.jobs.pop(job.key, None)
+            return
+        session.running[job.key] = job
+        if len(session.running) == 1:
+            asyncio.create_task(self._steps(session))
+
+    def _released(self, key: AttemptKey) -> None:
+        """The reader has all: the owner's part of the attempt ends."""
+        for worker in self.fabric.workers:
+            if worker.role == pb.ROLE_PREFILL:
+                for session in worker.sessions:
+                    session.jobs.pop(key, None)
+
+    async def _steps(self, session: _Session) -> None:
+        while session.running:
+            await asyncio.sleep(self.script.step_seconds)
+            step = pb.StepTokens()
+            failed: list[Job] = []
+            for job in list(session.running.values()):
+                limit = self.script.fail_after_tokens
+                if limit is not None and max(job.offsets.values()) >= limit:
+                    failed.append(job)
+                    continue
+                self._step_job(session, job, step)
+            if step.tokens:
+                session.send(step=step)
+            for job in failed:
+                self._fail(session, job, self.script.fail_reason)
+
+    def _step_job(self, session: _Session, job: Job, step: pb.StepTokens) -> None:
+        slot = len(step.ids)
+        step.ids.append(_id(job.key))
+        for choice, offset in list(job.offsets.items()):
+            token_id = self.script.token(job, choice, offset)
+            finish = job.finish_of(token_id, offset)
+            token = step.tokens.add(slot=slot, index=choice, offset=offset, token_id=token_id, finish=finish)
+            if job.draw.HasField("logprobs"):
+                token.logprobs.CopyFrom(fake_logprobs(token_id, job.draw.logprobs))
+            job.offsets[choice] = offset + 1
+            if finish:
+                del job.offsets[choice]
+        if not job.offsets:
+            session.running.pop(job.key)
+            session.jobs.pop(job.key, None)
+
+
+def _id(key: AttemptKey) -> pb.AttemptId:
+    return pb.AttemptId(request_id=key[0], attempt=key[1])
