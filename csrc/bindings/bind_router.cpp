@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python names of the router core: admission, placement, prefix index.
+#include "bindings/bindings.h"
 
-#include <pybind11/pybind11.h>
+namespace twinpool::bindings {
 
-void bind_router(pybind11::module_& m) { (void)m; }
+void bind_router(py::module_& module) { (void)module; }
+
+}  // namespace twinpool::bindings
