@@ -58,10 +58,14 @@ class Pull:
         deadline_seconds: float,
         on_done: Callable[[PullOutcome], None],
         on_fenced: Callable[[], None],
+        *,
+        probe: Blocks | None = None,
     ) -> None:
+        """``probe``: read the generations of these blocks instead of those of ``remote``, which may be empty then."""
         self.peer = peer
         self.remote = remote
         self.local = local
+        self._generations_of = remote if probe is None else probe
         self.deadline_seconds = deadline_seconds
         self.on_done = on_done
         self.on_fenced = on_fenced
@@ -133,7 +137,7 @@ class Pull:
         self._posted = high
 
     def _post_generations(self, agent: TransferAgent) -> None:
-        self._live.append(agent.read_generations(self.peer, self.remote))
+        self._live.append(agent.read_generations(self.peer, self._generations_of))
         self._phase = _Phase.GENERATIONS
 
     def _poll(self, agent: TransferAgent) -> PullOutcome | None:

@@ -22,7 +22,7 @@ from twinpool.transfer.base import (
     TransferObserver,
 )
 from twinpool.transfer.pull import Pull, PullOutcome
-from twinpool.transfer.pump import MAX_POST_BYTES, Dispatch, Pace, TransferPump, run_here
+from twinpool.transfer.pump import CONNECT_SECONDS, MAX_POST_BYTES, Dispatch, Pace, TransferPump, run_here
 
 _log = get_logger(__name__)
 
@@ -89,9 +89,14 @@ class TransferThread:
         """Pulls that are not fenced."""
         return self._running.in_flight
 
-    def connect(self, peer: PeerDescriptor, on_result: Callable[[TransferError | None], None]) -> None:
+    def connect(
+        self,
+        peer: PeerDescriptor,
+        on_result: Callable[[TransferError | None], None],
+        deadline_seconds: float = CONNECT_SECONDS,
+    ) -> None:
         """See :meth:`TransferPump.connect`."""
-        self._running.connect(peer, on_result)
+        self._running.connect(peer, on_result, deadline_seconds)
 
     def disconnect(self, peer: WorkerKey) -> None:
         """See :meth:`TransferPump.disconnect`."""

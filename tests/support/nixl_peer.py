@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's transfer half in a process of its own: a pool, a generation table and a transfer thread.
+
+Always spawned: a process forked after an agent existed hangs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinpool.ids import WorkerKey, new_incarnation
+from twinpool.transfer.base import PeerDescriptor, PoolMemory
+from twinpool.transfer.nixl import NixlAgent
+from twinpool.transfer.thread import TransferThread
+
+FINGERPRINT = "test-model"
+_ANSWER_SECONDS = 20.0
+
+
+def pattern(block: int, salt: int, block_bytes: int) -> NDArray[np.uint8]:
+    """Bytes that only block ``block`` with ``salt`` has."""
+    return np.random.default_rng([salt, block]).integers(0, 256, block_bytes, dtype=np.uint8)
+
+
+class Worker:
+    """A pool and a transfer thread in this process."""
+
+    def __init__(
+        self, key: WorkerKey, num_blocks: int, block_bytes: int, ucx_tls: str, poll_seconds: float = 150e-6
+    ) -> None:
+        self.key = key
+        self.ucx_tls = ucx_tls
+        self.pool = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
+        self.generations = np.ones(num_blocks, dtype=np.uint64)
+        memory = PoolMemory.of_array(self.pool)
+        self.thread = TransferThread(
+            lambda: NixlAgent(key, FINGERPRINT, memory, self.generations, ucx_tls=ucx_tls),
+            poll_seconds=poll_seconds,
+        )
+        self.descriptor = self.thread.start()
+
+    def fill(self, blocks: list[int], salt: int) -> None:
+        """New content: generations first, as the block manager does."""
+        for block in blocks:
+            self.generations[block] += 1
+            self.pool[block] = pattern(block, salt, self.pool.shape[1])
+
+
+def _serve(connection: Connection, name: str, sizes: tuple[int, int], ucx_tls: str) -> None:
+    worker = Worker(WorkerKey(name, new_incarnation()), *sizes, ucx_tls)
+    worker.thread.set_offers(1)
+    connection.send(worker.descriptor)
+    while True:
+        try:
+            call, arguments = connection.recv()
+        except EOFError:
+            break
+        if call == "stop":
+            break
+        connection.send(getattr(worker, call)(*arguments))
+    worker.thread.stop()
+
+
+class PeerProcess:
+    """An owner in another process. A context manager: it is gone at the end, whatever state it was put in."""
+
+    def __init__(self, name: str, num_blocks: int, block_bytes: int, ucx_tls: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, name, (num_blocks, block_bytes), ucx_tls), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.descriptor: PeerDescriptor = self._receive()
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def fill(self, blocks: list[int], salt: int) -> None:
+        self._connection.send(("fill", (blocks, salt)))
+        self._receive()
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """A clean end."""
+        self._connection.send(("stop", ()))
+        self._process.join(_ANSWER_SECONDS)
+        assert self._process.exitcode == 0
+
+    def kill(self) -> None:
+        self._process.kill()  # also ends a stopped process
+        self._process.join(_ANSWER_SECONDS)
+        self._connection.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def _receive(self) -> Any:
+        assert self._connection.poll(_ANSWER_SECONDS), "the peer does not answer"
+        return self._connection.recv()
+
+
+def waiter(done: Callable[[Any], None] | None = None) -> tuple[Callable[..., None], Callable[[float], Any]]:
+    """A callback and a function that waits for its call and returns what it was called with."""
+    import threading
+
+    event = threading.Event()
+    got: list[Any] = []
+
+    def callback(*arguments: Any) -> None:
+        got.append(arguments[0] if arguments else None)
+        if done is not None:
+            done(got[-1])
+        event.set()
+
+    def wait(seconds: float) -> Any:
+        assert event.wait(seconds), f"no answer within {seconds:g} s"
+        return got[0]
+
+    return callback, wait

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real NIXL between two processes: over shared memory (CMA) and over TCP alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.nixl_peer import PeerProcess, Worker, pattern, waiter
+from twinpool.ids import WorkerKey, new_incarnation
+from twinpool.transfer.base import Blocks, Fault, PoolMemory, TransferError
+from twinpool.transfer.descriptor import DescriptorError, from_message, to_message
+from twinpool.transfer.fence import HandoffFault, check_generations
+from twinpool.transfer.nixl import NixlAgent
+from twinpool.transfer.pull import PullOutcome
+
+NUM_BLOCKS = 48
+BLOCK_BYTES = 73_728
+SHARED_MEMORY = "tcp,sm,self"
+TCP = "tcp,self"
+
+
+@pytest.fixture(scope="module", params=[SHARED_MEMORY, TCP])
+def reader(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    worker = Worker(WorkerKey("reader", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, request.param)
+    yield worker
+    worker.thread.stop()
+
+
+@pytest.fixture(scope="module")
+def tcp_reader() -> Iterator[Worker]:
+    worker = Worker(WorkerKey("reader", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, TCP)
+    yield worker
+    worker.thread.stop()
+
+
+def owner(name: str, ucx_tls: str) -> PeerProcess:
+    return PeerProcess(name, NUM_BLOCKS, BLOCK_BYTES, ucx_tls)
+
+
+def connect(reader: Worker, peer: PeerProcess) -> TransferError | None:
+    callback, wait = waiter()
+    reader.thread.connect(peer.descriptor, callback)
+    result: TransferError | None = wait(10.0)
+    return result
+
+
+def start(
+    reader: Worker, peer: PeerProcess, remote: Blocks, local: Blocks, deadline_seconds: float = 10.0
+) -> tuple[Callable[[float], PullOutcome], Callable[[float], None]]:
+    on_done, done = waiter()
+    on_fenced, fenced = waiter()
+    reader.thread.pull(
+        peer.descriptor.worker,
+        remote,
+        local,
+        deadline_seconds=deadline_seconds,
+        on_done=on_done,
+        on_fenced=on_fenced,
+    )
+    return done, fenced
+
+
+def blocks(*numbers: int) -> Blocks:
+    return np.array(numbers, dtype=np.int32)
+
+
+def test_bytes_and_generations_are_the_owners(reader: Worker) -> None:
+    with owner("owner-bytes", reader.ucx_tls) as peer:
+        peer.fill(list(range(NUM_BLOCKS)), salt=1)
+        peer.fill([3, 7], salt=2)
+        assert connect(reader, peer) is None
+        random = np.random.default_rng(7)
+        for remote, local in (
+            (blocks(5), blocks(9)),
+            (blocks(3, 4, 5, 7), blocks(10, 11, 12, 20)),
+            (random.permutation(NUM_BLOCKS).astype(np.int32), random.permutation(NUM_BLOCKS).astype(np.int32)),
+        ):
+            reader.pool[:] = 0
+            done, fenced = start(reader, peer, remote, local)
+            outcome = done(10.0)
+            fenced(10.0)
+            assert outcome.fault is None
+            assert outcome.generations is not None
+            for theirs, ours, generation in zip(remote, local, outcome.generations, strict=True):
+                salt = 2 if theirs in (3, 7) else 1
+                assert np.array_equal(reader.pool[ours], pattern(int(theirs), salt, BLOCK_BYTES))
+                assert generation == (3 if salt == 2 else 2)
+            untouched = np.setdiff1d(np.arange(NUM_BLOCKS), local)
+            assert not reader.pool[untouched].any()
+        peer.stop()
+
+
+def test_a_block_that_the_owner_reused_trips_the_fence(reader: Worker) -> None:
+    with owner("owner-reuse", reader.ucx_tls) as peer:
+        peer.fill([1, 2, 3], salt=1)
+        assert connect(reader, peer) is None
+        ticket_generations = [2, 2, 2]
+        peer.fill([2], salt=9)
+        done, _ = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2))
+        outcome = done(10.0)
+        assert outcome.generations is not None
+        failure = check_generations(ticket_generations, outcome.generations)
+        assert failure is not None
+        assert failure.fault is HandoffFault.STALE_GENERATION
+        assert "block 1 of the ticket has generation 3, the ticket says 2" in failure.detail
+
+
+def test_a_killed_owner_fails_reads_at_once_and_its_next_incarnation_works(reader: Worker) -> None:
+    with owner("owner-killed", reader.ucx_tls) as peer:
+        assert connect(reader, peer) is None
+        if reader.ucx_tls == TCP:
+            peer.pause()  # over TCP the read is then in flight; a copy through shared memory would just succeed
+            done, fenced = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2), deadline_seconds=60)
+            peer.kill()
+        else:
+            peer.kill()
+            done, fenced = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2), deadline_seconds=60)
+        outcome = done(1.0)
+        assert outcome.fault is Fault.PEER_LOST
+        fenced(1.0)
+        done, fenced = start(reader, peer, blocks(1), blocks(0))
+        assert done(1.0).fault is Fault.PEER_LOST
+        fenced(1.0)
+    with owner("owner-killed", reader.ucx_tls) as again:
+        assert again.descriptor.worker.incarnation != peer.descriptor.worker.incarnation
+        again.fill([4], salt=3)
+        assert connect(reader, again) is None
+        done, _ = start(reader, again, blocks(4), blocks(0))
+        assert done(10.0).fault is None
+        assert np.array_equal(reader.pool[0], pattern(4, 3, BLOCK_BYTES))
+        done, _ = start(reader, peer, blocks(4), blocks(0))
+        assert done(1.0).fault is Fault.PEER_UNKNOWN  # the old incarnation was replaced
+
+
+def test_a_hung_owner_is_failed_by_deadline_and_its_bytes_still_land(tcp_reader: Worker) -> None:
+    with owner("owner-hung", TCP) as peer:
+        peer.fill([1, 2], salt=4)
+        assert connect(tcp_reader, peer) is None
+        tcp_reader.pool[:] = 0xAB
+        peer.pause()
+        began = time.monotonic()
+        done, fenced = start(tcp_reader, peer, blocks(1, 2), blocks(5, 6), deadline_seconds=0.3)
+        outcome = done(2.0)
+        assert 0.3 <= time.monotonic() - began < 1.0
+        assert outcome.fault is Fault.DEADLINE
+        with pytest.raises(AssertionError):
+            fenced(0.3)  # quarantined: nobody knows yet whether bytes will come
+        assert tcp_reader.thread.in_flight == 1
+        assert (tcp_reader.pool[5:7] == 0xAB).all()
+        peer.resume()
+        fenced(5.0)
+        # This is why the blocks had to wait: the given-up read did overwrite them.
+        assert np.array_equal(tcp_reader.pool[5], pattern(1, 4, BLOCK_BYTES))
+        assert tcp_reader.thread.in_flight == 0
+        done, _ = start(tcp_reader, peer, blocks(1), blocks(9))
+        assert done(10.0).fault is None
+
+
+def test_a_hung_owner_that_is_killed_fences_its_reads(tcp_reader: Worker) -> None:
+    with owner("owner-hung-killed", TCP) as peer:
+        assert connect(tcp_reader, peer) is None
+        peer.pause()
+        done, fenced = start(tcp_reader, peer, blocks(1, 2), blocks(5, 6), deadline_seconds=0.1)
+        assert done(2.0).fault is Fault.DEADLINE
+        peer.kill()
+        fenced(1.0)
+
+
+def test_an_unreachable_owner_is_known_when_connecting(tcp_reader: Worker) -> None:
+    with owner("owner-dead", TCP) as peer:
+        peer.kill()
+        result = connect(tcp_reader, peer)
+        assert result is not None
+        assert result.fault in (Fault.PEER_LOST, Fault.BACKEND)
+        assert tcp_reader.thread.pool_blocks(peer.descriptor.worker) is None
+
+
+def test_the_end_of_the_agent_fences_a_read_in_flight() -> None:
+    worker = Worker(WorkerKey("reader-ends", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, TCP)
+    with owner("owner-outlives", TCP) as peer:
+        peer.fill([1, 2], salt=4)
+        assert connect(worker, peer) is None
+        worker.pool[:] = 0xAB
+        peer.pause()
+        done, fenced = start(worker, peer, blocks(1, 2), blocks(5, 6), deadline_seconds=60)
+        with pytest.raises(AssertionError):
+            done(0.2)
+        worker.thread.stop()
+        assert done(1.0).fault is Fault.CLOSED
+        fenced(1.0)
+        peer.resume()
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            assert (worker.pool == 0xAB).all()
+
+
+def test_damaged_metadata_are_refused_before_nixl_sees_them(tcp_reader: Worker) -> None:
+    with owner("owner-damaged", TCP) as peer:
+        own = tcp_reader.descriptor
+        message = to_message(peer.descriptor)
+        for damaged in (
+            message.agent_metadata[:-1],
+            message.agent_metadata[:20],
+            b"",
+            message.agent_metadata[:40] + b"\x00" + message.agent_metadata[41:],
+        ):
+            bad = to_message(peer.descriptor)
+            bad.agent_metadata = damaged
+            with pytest.raises(DescriptorError, match="agent_metadata") as caught:
+                from_message(bad, own=own)
+            assert caught.value.field == "agent_metadata"
+        # NIXL would have refused the good ones for ever, had it seen a truncated one.
+        assert from_message(message, own=own, expected=peer.descriptor.worker) == peer.descriptor
+        assert connect(tcp_reader, peer) is None
+
+
+def test_metadata_of_another_agent_are_refused(tcp_reader: Worker) -> None:
+    with owner("owner-one", TCP) as one, owner("owner-two", TCP) as two:
+        mixed = replace(one.descriptor, agent_metadata=two.descriptor.agent_metadata)
+        callback, wait = waiter()
+        tcp_reader.thread.connect(mixed, callback)
+        result = wait(10.0)
+        assert result.fault is Fault.PEER_REFUSED
+        assert connect(tcp_reader, two) is None  # the refusal left nothing behind
+        assert connect(tcp_reader, one) is None
+
+
+def test_blocks_outside_a_pool_are_refused(tcp_reader: Worker) -> None:
+    with owner("owner-range", TCP) as peer:
+        assert connect(tcp_reader, peer) is None
+        for remote, local in (
+            (blocks(NUM_BLOCKS), blocks(0)),
+            (blocks(-1), blocks(0)),
+            (blocks(0), blocks(NUM_BLOCKS)),
+            (blocks(0, 1), blocks(0)),
+        ):
+            done, fenced = start(tcp_reader, peer, remote, local)
+            assert done(1.0).fault is Fault.INVALID
+            fenced(1.0)
+
+
+def test_an_agent_that_cannot_be_made_says_so() -> None:
+    pool = PoolMemory.of_array(np.zeros((4, 64), dtype=np.uint8))
+    with pytest.raises(ValueError, match="generation table"):
+        NixlAgent(WorkerKey("bad", 1), "f", pool, np.zeros(3, dtype=np.uint64))
