@@ -54,7 +54,8 @@ def client_options(
         # Channels to one address must not share a connection in back-off: a restarted peer is tried at once.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_MS),
-        ("grpc.min_reconnect_backoff_ms", _MIN_RECONNECT_MS),
+        # Despite its name this bounds the time of one attempt to connect.
+        ("grpc.min_reconnect_backoff_ms", int(config.connect_timeout_seconds * 1000)),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),
     ]
     if server_name:

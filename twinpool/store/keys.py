@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key path in etcd. Prefixes end with "/", so that ``/pool/a`` never matches ``/pool/ab``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinpool.ids import is_name
+
+ROOT = "/twinpool/v1"
+
+
+def check_prefix(prefix: str) -> str:
+    """``prefix`` itself. Raises ValueError unless it is absolute and ends at a path boundary."""
+    if not prefix.startswith("/") or not prefix.endswith("/"):
+        raise ValueError(f"prefix {prefix!r} must start and end with '/'")
+    return prefix
+
+
+def _part(value: str) -> str:
+    if not is_name(value):
+        raise ValueError(f"{value!r} cannot be a part of a key: it is not a lower-case DNS label")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one cluster."""
+
+    cluster: str
+
+    def __post_init__(self) -> None:
+        _part(self.cluster)
+
+    @property
+    def root(self) -> str:
+        """Prefix of all keys of the cluster."""
+        return f"{ROOT}/{self.cluster}/"
+
+    def workers(self, pool: str | None = None) -> str:
+        """Prefix of the worker records, of one pool or of all."""
+        return f"{self.root}workers/" if pool is None else f"{self.root}workers/{_part(pool)}/"
+
+    def worker(self, pool: str, worker: str) -> str:
+        """Key of one worker's record."""
+        return f"{self.workers(pool)}{_part(worker)}"
+
+    def parse_worker(self, key: str) -> tuple[str, str]:
+        """(pool, worker) of a worker's key. Raises ValueError for any other key."""
+        prefix = self.workers()
+        parts = key.removeprefix(prefix).split("/")
+        if not key.startswith(prefix) or len(parts) != 2 or not all(is_name(part) for part in parts):
+            raise ValueError(f"{key!r} is not the key of a worker")
+        return parts[0], parts[1]
+
+    @property
+    def routers(self) -> str:
+        """Prefix of the router records."""
+        return f"{self.root}routers/"
+
+    def router(self, router: str) -> str:
+        """Key of one router's record."""
+        return f"{self.routers}{_part(router)}"
+
+    @property
+    def pools(self) -> str:
+        """Prefix of the pool specifications."""
+        return f"{self.root}pools/"
+
+    def pool(self, pool: str) -> str:
+        """Key of one pool's specification."""
+        return f"{self.pools}{_part(pool)}"
+
+    @property
+    def operations(self) -> str:
+        """Prefix of the running operations."""
+        return f"{self.root}operations/"
+
+    def operation(self, operation: str) -> str:
+        """Key of one operation."""
+        return f"{self.operations}{_part(operation)}"
+
+    def locality(self, worker: str | None = None) -> str:
+        """Prefix of the locality segments, of one worker or of all."""
+        return f"{self.root}locality/" if worker is None else f"{self.root}locality/{_part(worker)}/"
+
+    def leader(self, name: str) -> str:
+        """Key that the holder of a leadership owns, for instance "controller"."""
+        return f"{self.root}leader/{_part(name)}"
