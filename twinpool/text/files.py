@@ -54,16 +54,29 @@ def read_special_tokens(root: Path, config: TokenizerConfig) -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
-def read_added_tokens(config: TokenizerConfig) -> tuple[list[dict[str, Any]], list[str]]:
-    """Added tokens with their flags, in the order of their ids, and the texts of extra special ones."""
-    declared = []
+def _token_flags(value: object) -> dict[str, Any] | None:
+    """What ``tokenizers.AddedToken`` takes; a special token unless the value says otherwise."""
+    text = _token_text(value)
+    if text is None:
+        return None
+    flags = value if isinstance(value, Mapping) else {"special": True}
+    return {"content": text, **{flag: bool(flags[flag]) for flag in _TOKEN_FLAGS if flag in flags}}
+
+
+def read_added_tokens(config: TokenizerConfig) -> list[dict[str, Any]]:
+    """Tokens that the configuration adds, as arguments of ``tokenizers.AddedToken``, in the order of their ids."""
     decoder = config.get("added_tokens_decoder") or {}
-    for _, token in sorted(decoder.items(), key=lambda item: int(item[0])):
-        flags = {flag: bool(token[flag]) for flag in _TOKEN_FLAGS if flag in token}
-        declared.append({"content": str(token["content"]), **flags})
+    found = [_token_flags(token) for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))]
+    return [token for token in found if token is not None]
+
+
+def read_special_flags(config: TokenizerConfig, special_tokens: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Named special tokens, then extra ones, as arguments of ``tokenizers.AddedToken``."""
+    named = [config[name] if _token_text(config.get(name)) else text for name, text in special_tokens.items()]
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    texts = [] if isinstance(extra, Mapping) else [_token_text(token) for token in extra]
-    return declared, [text for text in texts if text is not None]
+    listed = [] if isinstance(extra, Mapping) else list(extra)
+    found = [_token_flags(token) for token in (*named, *listed)]
+    return [token for token in found if token is not None]
 
 
 def read_chat_templates(root: Path, config: TokenizerConfig) -> dict[str, str]:

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 from twinpool.text.chat_template import ChatTemplate, Message
 from twinpool.text.detokenizer import Detokenizer, DetokenizerFactory
@@ -24,6 +23,7 @@ from twinpool.text.files import (
     read_chat_templates,
     read_eos_ids,
     read_json,
+    read_special_flags,
     read_special_tokens,
 )
 
@@ -62,7 +62,6 @@ class Tokenizer:
         config = read_json(root / "tokenizer_config.json", optional=True)
         special_tokens = read_special_tokens(root, config)
         _add_tokens(backend, config, special_tokens)
-        _set_affixes(backend, config, special_tokens)
         eos = read_eos_ids(root)
         if not eos and "eos_token" in special_tokens:
             eos = [_id_of(backend, special_tokens["eos_token"])]
@@ -136,13 +135,21 @@ class Tokenizer:
 
 
 def _add_tokens(backend: Backend, config: TokenizerConfig, special_tokens: Mapping[str, str]) -> None:
-    """Makes tokens that only the configuration names known to the backend, as ``transformers`` does at load."""
-    added = backend.get_added_tokens_decoder()
-    known = {token.content for token in added.values()}
-    declared, extra = read_added_tokens(config)
-    backend.add_tokens([AddedToken(**token) for token in declared if token["content"] not in known])
-    special = [*special_tokens.values(), *extra]
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    """Makes tokens that only the configuration names known to the backend, as ``transformers`` does at load.
+
+    Its ``add_bos_token`` and ``add_eos_token`` are not read, as there: tokenizer.json says what goes around a text.
+    """
+    tokens = {token["content"]: token for token in read_added_tokens(config)}
+    added = backend.get_added_tokens_decoder().values()
+    known = {token.content for token in added} | tokens.keys()
+    for token in read_special_flags(config, special_tokens):
+        if token["content"] not in known:
+            tokens.setdefault(token["content"], token)
+    # Once special, a token stays special in the backend, whatever a later declaration says.
+    special = {*special_tokens.values(), *(token.content for token in added if token.special)}
+    for text, token in tokens.items():
+        token["special"] = token.get("special", False) or text in special
+    backend.add_tokens([AddedToken(**token) for token in tokens.values()])
 
 
 def _id_of(backend: Backend, text: str) -> int:
@@ -150,16 +157,3 @@ def _id_of(backend: Backend, text: str) -> int:
     if token_id is None:
         raise TokenizerLoadError(f"the special token {text!r} is not in the vocabulary")
     return int(token_id)
-
-
-def _set_affixes(backend: Backend, config: TokenizerConfig, special_tokens: Mapping[str, str]) -> None:
-    """Where the configuration says whether BOS and EOS are added, that replaces what tokenizer.json says."""
-    explicit = "add_bos_token" in config or "add_eos_token" in config
-    if not explicit and backend.post_processor is not None:
-        return
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    used = [(text, _id_of(backend, text)) for text in (bos, eos) if text]
-    # One sequence is all that is ever encoded here; the library wants a form for pairs too.
-    backend.post_processor = TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=used)
