@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TOP_GUESS = 1024
-"""How many of the likeliest a row with top_p alone sorts at first; it sorts all if these do not reach p."""
+"""How many of the likeliest a row with top_p alone sorts at first; eight times as many if these do not reach p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def _keep_highest(scaled: Tensor, weight: Tensor, settings: FilterSettings) -> T
     threshold = torch.full_like(scaled[:, 0], -torch.inf)
     widest = int(torch.where(limited, limits, 0).max())
     guess = min(vocab, max(widest, TOP_GUESS if bool((nucleus & ~limited).any()) else 1))
-    settled = _count_kept(scaled, weight, settings, limits, rows, guess, counts, threshold)
-    if not bool(settled.all()):
-        _count_kept(scaled, weight, settings, limits, rows[~settled], vocab, counts, threshold)
+    while len(rows):
+        settled = _count_kept(scaled, weight, settings, limits, rows, guess, counts, threshold)
+        rows, guess = rows[~settled], min(vocab, 8 * guess)
     return _highest(scaled, counts, threshold)
 
 

@@ -70,13 +70,13 @@ def test_filters_equal_the_reference(data: st.DataObject) -> None:
         assert got == pytest.approx(expected, abs=1e-12)
 
 
-def test_top_p_beyond_the_first_guess_sorts_everything() -> None:
+def test_top_p_beyond_the_first_guesses() -> None:
     generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(3, 4000, generator=generator) * 0.01  # nearly flat: 0.9 needs about 3600 tokens
+    logits = torch.randn(3, 12_000, generator=generator) * 0.01  # nearly flat: 0.9 needs about 10,800
     logits[1] *= 1000  # one peaked row settles at the first look
     rows = (DrawParams(top_p=0.9), DrawParams(top_p=0.9), DrawParams(top_k=7, top_p=0.5))
     together = filters.weights(logits, settings_of(*rows))
-    assert int((together[0] > 0).sum()) > 3000
+    assert int((together[0] > 0).sum()) > 10_000
     for i, row in enumerate(rows):
         assert torch.equal(filters.weights(logits[i : i + 1], settings_of(row))[0], together[i])
         expected = np.array(reference(logits[i].tolist(), row)) > 0
