@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
 #include <optional>
 
 #include "bindings/core_objects.h"
