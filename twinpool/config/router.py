@@ -111,13 +111,13 @@ class RouterSection(Section):
         description="How long a worker whose stream broke gets no work, in seconds.",
     )
     reserve_timeout_seconds: float = Field(
-        10.0,
+        default=10.0,
         gt=0,
         le=600,
         description="Longest wait for a decode worker to reserve, in seconds. It answers between two of its steps.",
     )
     max_buffered_tokens: int = Field(
-        16384,
+        default=16384,
         ge=1,
         le=1 << 24,
         description="Most tokens of a request that may wait for its client to read them; above it the request fails.",

@@ -42,7 +42,7 @@ class Server:
             options=server_options(config, max_message_bytes=max_message_bytes, reuse_port=reuse_port),
             interceptors=(ErrorInterceptor(),),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._services: list[str] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.raw)
 

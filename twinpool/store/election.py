@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable
 
 from twinpool.logs import get_logger
-from twinpool.store.etcd import EtcdStore
 from twinpool.store.lease import LeaseKeeper
-from twinpool.store.types import Lease
+from twinpool.store.types import Lease, Store
 from twinpool.store.watch import Batch, PrefixWatch
 
 _log = get_logger(__name__)
@@ -24,7 +23,7 @@ class Election:
 
     def __init__(
         self,
-        store: EtcdStore,
+        store: Store,
         key: str,
         candidate: bytes,
         *,

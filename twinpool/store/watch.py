@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 from etcd3.etcdrpc import kv_pb2
@@ -22,7 +22,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.store.etcd import to_item
 from twinpool.store.keys import check_prefix
-from twinpool.store.types import Item, Snapshot
+from twinpool.store.types import Item, Snapshot, Store
 
 _log = get_logger(__name__)
 
@@ -60,16 +60,6 @@ class Batch:
     changes: tuple[Change, ...]
 
 
-class WatchableStore(Protocol):
-    """What a watch needs of a store."""
-
-    def list_prefix(self, prefix: str) -> Snapshot: ...
-
-    def watch_call(self, prefix: str, start_revision: int, requests: Iterator[Any]) -> Any: ...
-
-    def fail_endpoint(self) -> None: ...
-
-
 class PrefixWatch:
     """Follows a prefix on a thread of its own and calls ``on_batch`` there, one batch at a time.
 
@@ -78,7 +68,7 @@ class PrefixWatch:
 
     def __init__(
         self,
-        store: WatchableStore,
+        store: Store,
         prefix: str,
         on_batch: Callable[[Batch], None],
         *,
