@@ -17,7 +17,9 @@ std::span<std::uint64_t> writable_generations(const py::array& array) {
   return {const_cast<std::uint64_t*>(span.data()), span.size()};  // NOLINT(cppcoreguidelines-pro-type-const-cast)
 }
 
-std::span<const BlockId> block_span(const py::array& blocks) { return int32_span(blocks, "blocks"); }
+std::span<const BlockId> block_span(const py::array& blocks) {
+  return int32_span(blocks, "blocks");
+}
 
 py::array acquire_prefix(Manager& self, const py::array& hashes) {
   const auto span = hash_span(hashes, "hashes");
@@ -85,7 +87,8 @@ void with_blocks(Manager& self, const py::array& blocks) {
 }  // namespace
 
 PyBlockManager::PyBlockManager(std::int64_t num_blocks, std::int64_t block_tokens, py::array generations_array)
-    : generations(std::move(generations_array)), core(num_blocks, block_tokens, writable_generations(generations)) {}
+    : generations(std::move(generations_array)),
+      core(num_blocks, block_tokens, writable_generations(generations)) {}
 
 void bind_blocks(py::module_& module) {
   py::class_<Manager, std::shared_ptr<Manager>>(module, "BlockManager", py::is_final())

@@ -30,7 +30,8 @@ void bind_router(py::module_& module);
 /// the GIL while it holds the lock, and no pair of them can wait for each other.
 class CoreLock {
  public:
-  explicit CoreLock(std::mutex& mutex) : mutex_(mutex) {
+  explicit CoreLock(std::mutex& mutex)
+      : mutex_(mutex) {
     if (!mutex_.try_lock()) {
       const py::gil_scoped_release release;
       mutex_.lock();
@@ -47,7 +48,8 @@ class CoreLock {
 /// The same for work that is worth running without the GIL.
 class UnlockedCoreLock {
  public:
-  explicit UnlockedCoreLock(std::mutex& mutex) : lock_(mutex) {}
+  explicit UnlockedCoreLock(std::mutex& mutex)
+      : lock_(mutex) {}
 
  private:
   py::gil_scoped_release release_;

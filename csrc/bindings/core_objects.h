@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python objects of the worker's core. A scheduler and its block manager share one lock: plan and advance run without
-// the GIL while other threads pin, reserve or remove.
+// The Python objects of the worker's core. A scheduler and its block manager share one lock: plan and advance run
+// without the GIL while other threads pin, reserve or remove.
 #pragma once
 
 #include "bindings/bindings.h"
@@ -19,7 +19,8 @@ struct PyBlockManager {
 
 struct PyStepScheduler {
   PyStepScheduler(std::shared_ptr<PyBlockManager> manager, const SchedulerConfig& config)
-      : blocks(std::move(manager)), core(blocks->core, config) {}
+      : blocks(std::move(manager)),
+        core(blocks->core, config) {}
 
   std::shared_ptr<PyBlockManager> blocks;
   StepScheduler core;

@@ -19,19 +19,19 @@ enum class BlockState : std::uint8_t {
 
 /// What is known of one physical block. Six words and the hash, so that 21 of them fill 16 cache lines.
 struct Block {
-  Hash128 hash;                     ///< valid while published
-  BlockId previous = no_block;      ///< links of the free list or the LRU list, whichever the state names
+  Hash128 hash;                 ///< valid while published
+  BlockId previous = no_block;  ///< links of the free list or the LRU list, whichever the state names
   BlockId next = no_block;
-  BlockId parent = no_block;        ///< published block of the hash before; no_block at the root or for an orphan
-  std::uint32_t refs = 0;           ///< references by sequences
-  std::uint32_t pins = 0;           ///< references by transfers
-  std::uint32_t held_children = 0;  ///< held blocks whose parent this is: a held block holds its ancestors
+  BlockId parent = no_block;          ///< published block of the hash before; no_block at the root or for an orphan
+  std::uint32_t refs = 0;             ///< references by sequences
+  std::uint32_t pins = 0;             ///< references by transfers
+  std::uint32_t held_children = 0;    ///< held blocks whose parent this is: a held block holds its ancestors
   std::uint32_t published_epoch = 0;  ///< the event log's epoch when it was published
   BlockState state = BlockState::free;
-  bool published : 1 = false;       ///< the cache knows its hash
-  bool ended : 1 = false;           ///< its content ended and it has not been given out since
+  bool published : 1 = false;  ///< the cache knows its hash
+  bool ended : 1 = false;      ///< its content ended and it has not been given out since
   bool in_ended_list : 1 = false;
-  bool marked : 1 = false;          ///< set only inside a call that looks for duplicates
+  bool marked : 1 = false;  ///< set only inside a call that looks for duplicates
 
   [[nodiscard]] bool needed() const noexcept { return (refs | pins | held_children) != 0; }
 };

@@ -11,7 +11,8 @@ namespace twinpool {
 /// A doubly linked list threaded through the blocks. A block is in at most one list at a time; its state says which.
 class BlockList {
  public:
-  explicit BlockList(std::vector<Block>& blocks) : blocks_(&blocks) {}
+  explicit BlockList(std::vector<Block>& blocks)
+      : blocks_(&blocks) {}
 
   [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
   [[nodiscard]] std::size_t size() const noexcept { return size_; }

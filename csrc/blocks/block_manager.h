@@ -16,8 +16,8 @@
 
 namespace twinpool {
 
-/// Owns the physical blocks of one KV pool: free list, prefix cache, pins, quarantine. See BlockState for the states and
-/// csrc/README.md for the invariants. Not thread-safe. Every method that throws CoreError has changed nothing.
+/// Owns the physical blocks of one KV pool: free list, prefix cache, pins, quarantine. See BlockState for the states
+/// and csrc/README.md for the invariants. Not thread-safe. Every method that throws CoreError has changed nothing.
 class BlockManager {
  public:
   /// ``generations`` has one word a block, outlives the manager and may be read by other processes at any time.

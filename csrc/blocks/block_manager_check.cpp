@@ -48,7 +48,8 @@ void BlockManager::check() const {
 void BlockManager::check_block(BlockId id) const {
   const Block& block = at(id);
   const auto fail = [&](const char* what) { return "block " + std::to_string(id) + " " + what; };
-  require(block.needed() == (block.state == BlockState::held), [&] { return fail("is needed but not held, or held for nothing"); });
+  require(block.needed() == (block.state == BlockState::held),
+          [&] { return fail("is needed but not held, or held for nothing"); });
   require(!block.marked, [&] { return fail("kept a mark of an earlier call"); });
   require(!block.ended || (block.state == BlockState::free && block.in_ended_list),
           [&] { return fail("has content but counts as ended"); });
@@ -74,10 +75,12 @@ void BlockManager::check_lists() const {
   std::vector<bool> passed(blocks_.size());
   walked = 0;
   for (BlockId id = cached_.front(); id != no_block; id = at(id).next, ++walked) {
-    require(at(id).state == BlockState::cached && walked < cached_.size(), "the LRU list holds a block that is not cached");
+    require(at(id).state == BlockState::cached && walked < cached_.size(),
+            "the LRU list holds a block that is not cached");
     const BlockId parent = at(id).parent;
-    require(parent == no_block || !passed[static_cast<std::size_t>(parent)],
-            [&] { return "block " + std::to_string(parent) + " would be evicted before its child " + std::to_string(id); });
+    require(parent == no_block || !passed[static_cast<std::size_t>(parent)], [&] {
+      return "block " + std::to_string(parent) + " would be evicted before its child " + std::to_string(id);
+    });
     passed[static_cast<std::size_t>(id)] = true;
   }
   require(walked == cached_.size(), "the LRU list is broken");

@@ -16,7 +16,9 @@ namespace twinpool {
 class BlockMap {
  public:
   explicit BlockMap(const std::vector<Block>& blocks)
-      : blocks_(&blocks), mask_(std::bit_ceil(2 * blocks.size() + 2) - 1), slots_(mask_ + 1) {}
+      : blocks_(&blocks),
+        mask_(std::bit_ceil(2 * blocks.size() + 2) - 1),
+        slots_(mask_ + 1) {}
 
   [[nodiscard]] BlockId find(const Hash128& hash) const noexcept {
     const std::uint32_t tag = tag_of(hash);

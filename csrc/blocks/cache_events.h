@@ -11,16 +11,17 @@
 namespace twinpool {
 
 struct CacheEvent {
-  bool stored = false;         ///< else removed
-  Hash128 parent;              ///< of the first hash; only when stored
-  std::vector<Hash128> hashes; ///< when stored, each is the parent of the next
+  bool stored = false;          ///< else removed
+  Hash128 parent;               ///< of the first hash; only when stored
+  std::vector<Hash128> hashes;  ///< when stored, each is the parent of the next
 };
 
 /// What happened to the cache since the last drain, in order. A reader that never drains costs bounded memory: the
 /// owner compacts the log when it is ``crowded``, which keeps the net effect.
 class CacheEvents {
  public:
-  explicit CacheEvents(std::size_t num_blocks) : crowded_hashes_(4 * num_blocks + 1024) {}
+  explicit CacheEvents(std::size_t num_blocks)
+      : crowded_hashes_(4 * num_blocks + 1024) {}
 
   /// Rises with each drain; something published in an earlier epoch has been told to the reader.
   [[nodiscard]] std::uint32_t epoch() const noexcept { return epoch_; }
@@ -32,8 +33,8 @@ class CacheEvents {
 
   std::vector<CacheEvent> drain();
 
-  /// Keeps of the log what ``keep_stored(hash)`` and ``keep_removed(hash)`` say; they are asked in order. A removal that the
-  /// reader need not hear, because it never heard of the store, is dropped unasked.
+  /// Keeps of the log what ``keep_stored(hash)`` and ``keep_removed(hash)`` say; they are asked in order. A removal
+  /// that the reader need not hear, because it never heard of the store, is dropped unasked.
   template <typename KeepStored, typename KeepRemoved>
   void compact(KeepStored&& keep_stored, KeepRemoved&& keep_removed) {
     CacheEvents kept(0);

@@ -31,7 +31,8 @@ void append_field(std::vector<std::uint8_t>& message, Field field, std::span<con
 /// The message of one block, laid out once; each block overwrites parent and tokens, so a digest is one update.
 class BlockMessage {
  public:
-  explicit BlockMessage(std::size_t block_tokens) : length_(head_bytes + block_tokens * sizeof(std::int32_t)) {
+  explicit BlockMessage(std::size_t block_tokens)
+      : length_(head_bytes + block_tokens * sizeof(std::int32_t)) {
     if (length_ > inline_.size()) {
       heap_.resize(length_);
       data_ = heap_.data();

@@ -19,7 +19,8 @@ const EVP_MD* sha256() {
 
 }  // namespace
 
-Sha256::Sha256() : context_(EVP_MD_CTX_new()) {
+Sha256::Sha256()
+    : context_(EVP_MD_CTX_new()) {
   if (context_ == nullptr) {
     throw std::bad_alloc();
   }

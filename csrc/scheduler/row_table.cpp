@@ -6,7 +6,9 @@
 namespace twinpool {
 
 RowTable::RowTable(std::size_t max_rows)
-    : max_rows_(max_rows), storage_(std::make_shared<Storage>(max_rows * stride_, no_block)), filled_(max_rows) {
+    : max_rows_(max_rows),
+      storage_(std::make_shared<Storage>(max_rows * stride_, no_block)),
+      filled_(max_rows) {
   sequences_.reserve(max_rows);
 }
 

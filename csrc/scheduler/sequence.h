@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <string>
 #include <vector>
 
 #include "blocks/block.h"
@@ -11,6 +13,15 @@
 namespace twinpool {
 
 using SequenceId = std::int64_t;
+
+/// Positions are int32; prompt and output may take half of them each.
+constexpr std::int64_t length_limit = std::numeric_limits<std::int32_t>::max() / 2;
+/// Output tokens for which a sequence makes room at once; more of them grow the vector as usual.
+constexpr std::size_t output_room = 1024;
+
+inline std::string name_of(SequenceId id) {
+  return "sequence " + std::to_string(id);
+}
 
 enum class SequenceState : std::uint8_t {
   waiting,     ///< no blocks; in the waiting queue
@@ -26,11 +37,11 @@ enum class SequenceState : std::uint8_t {
 struct Sequence {
   SequenceId id = 0;
   SequenceState state = SequenceState::waiting;
-  bool planned = false;   ///< part of the outstanding plan
-  bool removed = false;   ///< removed while planned; ends with that plan
-  bool preempted = false; ///< waits after a preemption
+  bool planned = false;       ///< part of the outstanding plan
+  bool removed = false;       ///< removed while planned; ends with that plan
+  bool preempted = false;     ///< waits after a preemption
   bool knows_cached = false;  ///< cached_tokens is set
-  std::int64_t rank = 0;  ///< higher goes first; the priority, or 0 under fcfs
+  std::int64_t rank = 0;      ///< higher goes first; the priority, or 0 under fcfs
   double arrival = 0;
 
   std::size_t prompt_tokens = 0;

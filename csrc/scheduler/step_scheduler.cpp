@@ -14,19 +14,13 @@ namespace twinpool {
 
 namespace {
 
-/// Output tokens for which room is made at once; more of them grow the vector as usual.
-constexpr std::size_t output_room = 1024;
 /// So that a priority can be negated.
 constexpr std::int64_t priority_limit = std::numeric_limits<std::int32_t>::max();
-/// Positions are int32, and prompt and output are limited to half of them each.
-constexpr std::int64_t length_limit = std::numeric_limits<std::int32_t>::max() / 2;
 
 const SchedulerConfig& validated(const SchedulerConfig& config) {
   config.validate();
   return config;
 }
-
-std::string name_of(SequenceId id) { return "sequence " + std::to_string(id); }
 
 }  // namespace
 
@@ -75,7 +69,8 @@ std::optional<SequenceId> StepScheduler::reserve(const NewSequence& request) {
 
 void StepScheduler::start(SequenceId id, std::int32_t first_token) {
   Sequence& sequence = find(id);
-  require(sequence.state == SequenceState::reserved, [&] { return name_of(id) + " is not reserved and can't be started"; });
+  require(sequence.state == SequenceState::reserved,
+          [&] { return name_of(id) + " is not reserved and can't be started"; });
   require(first_token >= 0, "a token is not negative");
   std::vector<Sequence*> forks;
   for (const SequenceId fork : sequence.forks) {
@@ -109,84 +104,6 @@ void StepScheduler::begin_decode(Sequence& sequence, std::int32_t first_token) {
   }
 }
 
-std::optional<SequenceId> StepScheduler::fork(SequenceId id, std::int32_t first_token, std::int64_t max_new_tokens) {
-  Sequence& parent = find(id);
-  require(max_new_tokens >= 1 && max_new_tokens <= length_limit, "a fork must be allowed at least one new token");
-  require(first_token >= 0, "a token is not negative");
-  const bool arriving = parent.state == SequenceState::reserved;
-  require(arriving || parent.outputs() > 0, [&] { return "the prompt of " + name_of(id) + " is not computed yet"; });
-  auto child = make_fork(parent, static_cast<std::size_t>(max_new_tokens));
-  child->first_token = first_token;
-  if (blocks_at_end(*child) > blocks_.num_blocks()) {
-    return std::nullopt;
-  }
-  if (!arriving && parent.computed < parent.prompt_tokens) {
-    // The parent lost its blocks, so there is nothing to share: the fork is recomputed too.
-    child->tokens.push_back(first_token);
-    Sequence& kept = *child;
-    const SequenceId child_id = keep(std::move(child));
-    enqueue(kept);
-    return child_id;
-  }
-  if (child->max_new_tokens > 1 || arriving) {
-    if (!has_seat()) {
-      return std::nullopt;
-    }
-  }
-  if (!share_blocks(parent, *child)) {
-    return std::nullopt;
-  }
-  child->state = SequenceState::reserved;
-  ++reserved_;
-  Sequence& kept = *child;
-  const SequenceId child_id = keep(std::move(child));
-  if (arriving) {
-    note_generations(kept, parent.private_from);
-    parent.forks.push_back(child_id);
-  } else {
-    begin_decode(kept, first_token);
-  }
-  return child_id;
-}
-
-std::unique_ptr<Sequence> StepScheduler::make_fork(const Sequence& parent, std::size_t max_new_tokens) const {
-  auto child = std::make_unique<Sequence>();
-  child->rank = parent.rank;
-  child->arrival = parent.arrival;
-  child->prompt_tokens = parent.prompt_tokens;
-  child->max_new_tokens = max_new_tokens;
-  child->root = parent.root;
-  const auto prompt = std::span(parent.tokens).first(parent.prompt_tokens);
-  child->tokens.reserve(prompt.size() + std::min(max_new_tokens, output_room));
-  child->tokens.assign(prompt.begin(), prompt.end());
-  const std::size_t full = parent.prompt_tokens / block_tokens_;
-  child->hashes.assign(parent.hashes.begin(), parent.hashes.begin() + static_cast<std::ptrdiff_t>(full));
-  child->cached_tokens = parent.cached_tokens;
-  child->knows_cached = true;
-  return child;
-}
-
-/// Shares the prompt's full blocks; the partial one gets a private twin that the child's first plan fills by a copy.
-bool StepScheduler::share_blocks(const Sequence& parent, Sequence& child) {
-  const std::size_t full = parent.prompt_tokens / block_tokens_;
-  const bool partial = parent.prompt_tokens % block_tokens_ != 0;
-  child.blocks.assign(parent.blocks.begin(), parent.blocks.begin() + static_cast<std::ptrdiff_t>(full));
-  if (!blocks_.allocate(partial ? 2 : 1, child.blocks)) {
-    child.blocks.clear();
-    return false;
-  }
-  blocks_.reference(std::span(child.blocks).first(full));
-  if (partial) {
-    const BlockId source = parent.copy_source != no_block ? parent.copy_source : parent.blocks[full];
-    blocks_.reference({&source, 1});
-    child.copy_source = source;
-    child.copy_target = child.blocks[full];
-  }
-  child.committed = std::min(parent.committed, full);
-  child.computed = std::min(parent.computed, child.committed * block_tokens_);
-  return true;
-}
-
 void StepScheduler::remove(SequenceId id) {
   Sequence& sequence = find(id);
   if (sequence.planned) {
@@ -199,22 +116,22 @@ void StepScheduler::remove(SequenceId id) {
 
 void StepScheduler::end(Sequence& sequence) {
   switch (sequence.state) {
-    case SequenceState::waiting:
-      dequeue(sequence);
-      break;
-    case SequenceState::reserved:
-      --reserved_;
-      forget_lost_blocks(sequence);
-      break;
-    case SequenceState::ready:
-      std::erase(ready_, &sequence);
-      break;
-    case SequenceState::prefilling:
-    case SequenceState::decoding:
-      leave_table(sequence);
-      break;
-    case SequenceState::done:
-      break;
+  case SequenceState::waiting:
+    dequeue(sequence);
+    break;
+  case SequenceState::reserved:
+    --reserved_;
+    forget_lost_blocks(sequence);
+    break;
+  case SequenceState::ready:
+    std::erase(ready_, &sequence);
+    break;
+  case SequenceState::prefilling:
+  case SequenceState::decoding:
+    leave_table(sequence);
+    break;
+  case SequenceState::done:
+    break;
   }
   release_blocks(sequence);
   sequences_.erase(sequence.id);
@@ -299,7 +216,9 @@ Sequence& StepScheduler::find(SequenceId id) const {
   return *at->second;
 }
 
-const Sequence& StepScheduler::sequence(SequenceId id) const { return find(id); }
+const Sequence& StepScheduler::sequence(SequenceId id) const {
+  return find(id);
+}
 
 /// The KV of the very last token is never needed.
 std::size_t StepScheduler::blocks_at_end(const Sequence& sequence) const noexcept {

@@ -15,7 +15,8 @@ void StepScheduler::advance(const StepPlan& plan, std::span<const std::int32_t> 
   }
   require(plan.step == outstanding_, "only the outstanding plan can be advanced");
   require(sampled.size() == plan.seq.size(), [&] {
-    return "advance needs " + std::to_string(plan.seq.size()) + " sampled tokens, not " + std::to_string(sampled.size());
+    return "advance needs " + std::to_string(plan.seq.size()) + " sampled tokens, not " +
+           std::to_string(sampled.size());
   });
   for (std::size_t i = 0; i < sampled.size(); ++i) {
     require(plan.sample[i] == 0 || sampled[i] >= 0, "a token is not negative");
@@ -80,8 +81,9 @@ void StepScheduler::commit_full_blocks(Sequence& sequence) {
     hash_blocks(last, std::span(sequence.tokens).subspan(known, full * block_tokens_ - known), block_tokens_, hashes);
   }
   scratch_.clear();
-  blocks_.commit(std::span(sequence.blocks).subspan(first, full - first), std::span(hashes).subspan(first, full - first),
-                 first == 0 ? sequence.root : hashes[first - 1], scratch_);
+  blocks_.commit(std::span(sequence.blocks).subspan(first, full - first),
+                 std::span(hashes).subspan(first, full - first), first == 0 ? sequence.root : hashes[first - 1],
+                 scratch_);
   const bool has_row = sequence.state == SequenceState::prefilling || sequence.state == SequenceState::decoding;
   for (std::size_t i = first; i < full; ++i) {
     const BlockId published = scratch_[i - first];

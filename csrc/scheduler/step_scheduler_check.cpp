@@ -37,7 +37,8 @@ void StepScheduler::check() const {
     const auto blocks = std::span(*table_.storage()).subspan(row * table_.stride(), table_.stride());
     const auto& own = table_.at(row).blocks;
     require(std::ranges::equal(blocks.first(own.size()), own), "a row of the table lists the wrong blocks");
-    require(std::ranges::count(blocks.subspan(own.size()), no_block) == static_cast<std::ptrdiff_t>(blocks.size() - own.size()),
+    require(std::ranges::count(blocks.subspan(own.size()), no_block) ==
+                static_cast<std::ptrdiff_t>(blocks.size() - own.size()),
             "a row of the table is not padded");
   }
   const auto planned = std::ranges::count_if(sequences_, [](const auto& entry) { return entry.second->planned; });
@@ -45,14 +46,16 @@ void StepScheduler::check() const {
 }
 
 void StepScheduler::check_sequence(const Sequence& sequence) const {
-  const auto fail = [&](const char* what) { return "sequence " + std::to_string(sequence.id) + " " + what; };
+  const auto fail = [&](const char* what) { return name_of(sequence.id) + " " + what; };
   const std::size_t covered = sequence.blocks.size() * block_tokens_;
   const std::size_t tokens = sequence.tokens.size();
   require(sequence.computed <= covered, [&] { return fail("has computed more than its blocks hold"); });
   require(sequence.computed <= tokens, [&] { return fail("has computed more than its tokens"); });
-  require(sequence.committed == sequence.computed / block_tokens_, [&] { return fail("has full blocks that are not committed"); });
+  require(sequence.committed == sequence.computed / block_tokens_,
+          [&] { return fail("has full blocks that are not committed"); });
   require(sequence.committed <= sequence.hashes.size(), [&] { return fail("has committed blocks without a hash"); });
-  require(sequence.outputs() <= std::max<std::size_t>(sequence.max_new_tokens, 1), [&] { return fail("ran past its limit"); });
+  require(sequence.outputs() <= std::max<std::size_t>(sequence.max_new_tokens, 1),
+          [&] { return fail("ran past its limit"); });
   require(!sequence.removed || sequence.planned, [&] { return fail("was removed and is still here"); });
   for (const BlockId block : sequence.blocks) {
     const BlockState state = blocks_.state(block);
@@ -60,22 +63,22 @@ void StepScheduler::check_sequence(const Sequence& sequence) const {
     require(allowed, [&] { return fail("lists a block that is not held"); });
   }
   switch (sequence.state) {
-    case SequenceState::waiting:
-      require(sequence.blocks.empty() && sequence.computed == 0, [&] { return fail("waits with blocks"); });
-      break;
-    case SequenceState::reserved:
-      require(covered > sequence.prompt_tokens, [&] { return fail("is reserved without head-room"); });
-      break;
-    case SequenceState::prefilling:
-      require(covered >= tokens && sequence.left() >= 1, [&] { return fail("prefills without blocks or work"); });
-      break;
-    case SequenceState::ready:
-    case SequenceState::decoding:
-      require(sequence.left() == 1 && sequence.outputs() >= 1, [&] { return fail("decodes with a backlog"); });
-      break;
-    case SequenceState::done:
-      require(sequence.outputs() >= 1, [&] { return fail("is done without a token"); });
-      break;
+  case SequenceState::waiting:
+    require(sequence.blocks.empty() && sequence.computed == 0, [&] { return fail("waits with blocks"); });
+    break;
+  case SequenceState::reserved:
+    require(covered > sequence.prompt_tokens, [&] { return fail("is reserved without head-room"); });
+    break;
+  case SequenceState::prefilling:
+    require(covered >= tokens && sequence.left() >= 1, [&] { return fail("prefills without blocks or work"); });
+    break;
+  case SequenceState::ready:
+  case SequenceState::decoding:
+    require(sequence.left() == 1 && sequence.outputs() >= 1, [&] { return fail("decodes with a backlog"); });
+    break;
+  case SequenceState::done:
+    require(sequence.outputs() >= 1, [&] { return fail("is done without a token"); });
+    break;
   }
 }
 
