@@ -7,6 +7,7 @@ process; ``stop`` ends all of it and leaves nothing, also after a start that fai
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -145,7 +146,7 @@ class LocalCluster:
         with (self.directory / "logs" / f"{name}.log").open("ab") as log_file:
             # A session of its own: Ctrl-C in the terminal reaches this process alone, which then stops all in order.
             return subprocess.Popen(
-                [sys.executable, "-m", "twinpool.launch", "router"],
+                [sys.executable, "-m", "twinpool.control.cli.main", "serve", "router"],
                 env=env,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -175,8 +176,6 @@ class LocalCluster:
 
 def _environment() -> dict[str, str]:
     """The parent's environment without Twinpool's own variables: the configuration is handed on whole."""
-    import os
-
     return {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
 
 

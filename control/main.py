@@ -5,20 +5,21 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from twinpool import logs, rpc
 from twinpool.config import TwinpoolConfig
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
-from twinpool.logs import get_logger
-from twinpool.rpc import run, stop_event
+from twinpool.rpc import stop_event
 from twinpool.store import connect_store
 
-log = get_logger(__name__)
+log = logs.get_logger(__name__)
 
 
-def run_control(config: TwinpoolConfig) -> int:
+def run(config: TwinpoolConfig) -> int:
     """Runs until SIGINT or SIGTERM; returns the exit code."""
-    return run(_control(config))
+    logs.setup(config.log.level, config.log.as_json)
+    return rpc.run(_control(config))
 
 
 async def _control(config: TwinpoolConfig) -> int:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ControlService: what operators call."""
 
-import grpc
+from __future__ import annotations
+
+import grpc.aio
 
 from twinpool.config import TwinpoolConfig
 from twinpool.control.view import ClusterView
@@ -19,7 +21,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._view = view
 
     async def ListWorkers(
-        self, request: control_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
+        self,
+        request: control_pb2.ListWorkersRequest,
+        context: grpc.aio.ServicerContext[control_pb2.ListWorkersRequest, control_pb2.ListWorkersResponse],
     ) -> control_pb2.ListWorkersResponse:
         """Lists the workers that the store knows."""
         return control_pb2.ListWorkersResponse(workers=self._view.workers(request.pool))

@@ -2,6 +2,7 @@
 """What the store says of a cluster: its workers and routers, followed by watches."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,15 +14,17 @@ from twinpool.v1.control_pb2 import WORKER_STATE_READY, RouterRecord, WorkerReco
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.1
+# Processes that die say nothing to the store, so a wait looks after them this often.
+CHECK_SECONDS = 0.25
 
 
 class ClusterView:
     """Live lists of workers and routers. All methods on one event loop."""
 
     def __init__(self, store: Store, config: TwinpoolConfig) -> None:
-        self._workers = WorkerWatch(store, config.cluster.name)
-        self._routers = RouterWatch(store, config.cluster.name)
+        self._changed = asyncio.Event()
+        self._workers = WorkerWatch(store, config.cluster.name, on_event=self._on_event)
+        self._routers = RouterWatch(store, config.cluster.name, on_event=self._on_event)
 
     async def start(self) -> None:
         """Starts to follow the store."""
@@ -53,7 +56,7 @@ class ClusterView:
             progress(len(found))
             return found if len(found) >= count else None
 
-        return await _wait(ready, timeout, f"{count} ready workers")
+        return await self._wait(ready, timeout, f"{count} ready workers")
 
     async def wait_routers(self, count: int, timeout: float, check: Callable[[], None]) -> list[RouterRecord]:
         """Returns once ``count`` routers are registered."""
@@ -63,13 +66,17 @@ class ClusterView:
             found = self.routers()
             return found if len(found) >= count else None
 
-        return await _wait(ready, timeout, f"{count} routers")
+        return await self._wait(ready, timeout, f"{count} routers")
 
+    def _on_event(self, _event: object) -> None:
+        self._changed.set()
 
-async def _wait(ready: Callable[[], T | None], timeout: float, what: str) -> T:
-    deadline = asyncio.get_running_loop().time() + timeout
-    while (found := ready()) is None:
-        if asyncio.get_running_loop().time() > deadline:
-            raise TwinpoolError("DEADLINE_EXCEEDED", f"waited {timeout:g} s in vain for {what}")
-        await asyncio.sleep(POLL_SECONDS)
-    return found
+    async def _wait(self, ready: Callable[[], T | None], timeout: float, what: str) -> T:
+        deadline = asyncio.get_running_loop().time() + timeout
+        while (found := ready()) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                raise TwinpoolError("DEADLINE_EXCEEDED", f"waited {timeout:g} s in vain for {what}")
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), CHECK_SECONDS)
+        return found

@@ -22,12 +22,16 @@ def tiny(
     shards: Annotated[int, typer.Option(help="Number of safetensors files.", min=1)] = 1,
 ) -> None:
     """Write a random tiny checkpoint in Hugging Face format, for tests."""
+    from twinpool.engine.config import FAMILIES
     from twinpool.engine.tiny import write_tiny
 
+    known = next((name for name in FAMILIES if name == family), None)
+    if known is None:
+        raise fail(f"unknown family {family!r}; known: {', '.join(FAMILIES)}", 2)
     if path.exists() and any(path.iterdir()):
         raise fail(f"{path} is not empty", 2)
     try:
-        write_tiny(path, family, seed=seed, shards=shards)
+        write_tiny(path, known, seed=seed, shards=shards)
     except (ValueError, TwinpoolError) as error:
         raise fail(str(error), 2) from error
     err.print(f"wrote {family} to {path}")
