@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
@@ -23,7 +25,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def ListWorkers(
         self,
         request: control_pb2.ListWorkersRequest,
-        context: grpc.aio.ServicerContext[control_pb2.ListWorkersRequest, control_pb2.ListWorkersResponse],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.ListWorkersResponse:
         """Lists the workers that the store knows."""
         return control_pb2.ListWorkersResponse(workers=self._view.workers(request.pool))

@@ -26,7 +26,7 @@ step "ruff" ruff check "${python_dirs[@]}"
 step "ruff format" ruff format --check "${python_dirs[@]}"
 step "import contract" lint-imports
 step "mypy" mypy
-step "pyright" pyright
+step "pyright" pyright --pythonpath "$bin/python"
 step "buf lint" buf_lint
 step "generated code" proto_drift
 step "clang-format" clang_format
