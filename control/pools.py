@@ -52,7 +52,7 @@ class RayPools:
                 configure_logging=False,
             )
             return
-        context = ray.init(
+        context: Any = ray.init(
             num_cpus=max(1, pools.prefill_workers + pools.decode_workers),
             include_dashboard=False,
             object_store_memory=pools.ray_object_store_bytes,

@@ -22,10 +22,10 @@ def tiny(
     shards: Annotated[int, typer.Option(help="Number of safetensors files.", min=1)] = 1,
 ) -> None:
     """Write a random tiny checkpoint in Hugging Face format, for tests."""
-    from twinpool.engine.config import FAMILIES
+    from twinpool.engine.config import FAMILIES, Family
     from twinpool.engine.tiny import write_tiny
 
-    known = next((name for name in FAMILIES if name == family), None)
+    known: Family | None = next((name for name in FAMILIES if name == family), None)
     if known is None:
         raise fail(f"unknown family {family!r}; known: {', '.join(FAMILIES)}", 2)
     if path.exists() and any(path.iterdir()):
