@@ -84,7 +84,10 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Health goes to NOT_SERVING, new calls are refused; running ones have ``grace_seconds`` to end."""
+        """Health goes to NOT_SERVING, new calls are refused; running ones have ``grace_seconds`` to end.
+
+        After that they are cancelled; their ``finally`` blocks may still run when this returns.
+        """
         await self._health.enter_graceful_shutdown()
         await self.raw.stop(grace_seconds)
 

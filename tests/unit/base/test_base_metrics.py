@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info
+
+from twinpool import launch, metrics
+from twinpool.errors import ConfigError, TwinpoolError
+
+METRICS = {
+    name: value
+    for name, value in vars(metrics).items()
+    if isinstance(value, Counter | Gauge | Histogram | Info)
+}
+BOUNDED = {"reason", "code", "role", "state", "kind", "cause", "operation", "watch", "finished_reason"}
+
+
+def test_all_metrics_follow_the_naming_rules() -> None:
+    for name, metric in METRICS.items():
+        (family,) = list(metric.describe())
+        assert family.name.startswith("twinpool_"), name
+        assert re.fullmatch(r"[a-z0-9_]+", family.name), name
+        assert not re.search(r"_(time|size|counter|total)$", family.name), name
+        assert family.documentation.endswith("."), name
+
+
+def test_labels_are_bounded() -> None:
+    for name, metric in METRICS.items():
+        assert set(metric._labelnames) <= BOUNDED, name
+
+
+def test_times_say_seconds() -> None:
+    for name, metric in METRICS.items():
+        (family,) = list(metric.describe())
+        if isinstance(metric, Histogram) and ("time" in family.name or "latency" in family.name):
+            assert family.name.endswith("_seconds"), name
+
+
+def test_buckets_rise() -> None:
+    for name in dir(metrics):
+        if name.endswith("_BUCKETS"):
+            buckets = getattr(metrics, name)
+            assert list(buckets) == sorted(set(buckets)), name
+
+
+def test_suffixes_that_dashboards_know_exist() -> None:
+    names = {family.name for metric in METRICS.values() for family in metric.describe()}
+    for suffix in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_success",
+        "nixl_xfer_time_seconds",
+        "nixl_bytes_transferred",
+        "nixl_num_failed_transfers",
+        "nixl_num_kv_expired_reqs",
+    ):
+        assert any(name.endswith(suffix) for name in names), suffix
+
+
+def test_http_serves_the_registry_on_a_free_port() -> None:
+    metrics.MEMBERSHIP_REGISTERED.set(1)
+    port = metrics.start_http()
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    assert "twinpool_membership_registered 1.0" in text
+    assert "twinpool_build_info{" in text
+    assert REGISTRY.get_sample_value("twinpool_membership_registered") == 1.0
+
+
+def test_a_taken_port_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(TwinpoolError, match=str(port)) as caught:
+            metrics.start_http(port=port)
+    assert caught.value.reason == "PORT_UNAVAILABLE"
+
+
+def test_entries_are_resolved_by_name() -> None:
+    assert launch.resolve("twinpool.launch:resolve") is launch.resolve
+    with pytest.raises(ConfigError, match="'routers'; known: router, prefill, decode, control"):
+        launch.process_entry("routers")
+    with pytest.raises(ConfigError, match="unknown role"):
+        launch.role_factory("router")
+    with pytest.raises(AttributeError):
+        launch.resolve("twinpool.launch:nothing")
