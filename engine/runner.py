@@ -59,9 +59,12 @@ class ModelRunner:
         if len(arrays.copies):
             self._pool.copy_blocks(arrays.copies)
         sampled = np.flatnonzero(arrays.sample)
-        hidden = self._forward(arrays, arrays.q_start[1:][sampled].astype(np.int64) - 1)
+        last_rows = arrays.q_start[1:].astype(np.int64) - 1
         if not len(sampled):
+            # Only KV is wanted. One row stands in, so that no kernel has to cope with an empty batch.
+            self._forward(arrays, last_rows[:1])
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
+        hidden = self._forward(arrays, last_rows[sampled])
         return self._draw(self._model.logits(hidden), sampled, draws)
 
     @torch.inference_mode()
