@@ -39,6 +39,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def __init__(self, parts: WorkerParts) -> None:
         super().__init__(parts)
+        self._endpoints = parts.endpoints
         self._open_owners: set[WorkerKey] = set()
         self._choices: dict[int, Choice] = {}
         self._starting: dict[DecodeAttempt, None] = {}
@@ -80,6 +81,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._attempts.add(attempt)
         shape = PromptShape(len(prompt), self._limits.block_tokens, cached)
         local = self._scheduler.blocks(seq)[cached : shape.prompt_blocks]
+        self._endpoints[work.owner] = work.owner_endpoint
         attempt.pull = self._pulls.expect(self._clock(), work.key, work.owner, shape, local, self)
         if work.owner in self._open_owners:
             self._tell_reserved(attempt)
@@ -117,6 +119,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
     ) -> None:
         """See RoleHandler."""
         self._open_owners.discard(owner)
+        self._endpoints.pop(owner, None)
         super().on_owner_lost(owner, expected, reason, detail)
 
     def on_ready(self, session: PullSession, first_tokens: Sequence[pb.FirstToken]) -> None:

@@ -13,11 +13,13 @@ class WorkerObserver:
         self.bytes_read = 0
         self.fence_failures = 0
 
-    def pulled(self, *, blocks: int, size_bytes: int, seconds: float, post_seconds: float) -> None:
+    def pulled(
+        self, *, blocks: int, descriptors: int, size_bytes: int, seconds: float, post_seconds: float
+    ) -> None:
         """Blocks and their generations arrived."""
         self.bytes_read += size_bytes
         metrics.NIXL_BYTES.observe(size_bytes)
-        metrics.NIXL_DESCRIPTORS.observe(blocks)
+        metrics.NIXL_DESCRIPTORS.observe(descriptors)
         metrics.NIXL_XFER_TIME.observe(seconds)
         metrics.NIXL_POST_TIME.observe(post_seconds)
 
@@ -33,3 +35,11 @@ class WorkerObserver:
     def leases_expired(self, count: int) -> None:
         """Offers ended because nobody renewed them."""
         metrics.NIXL_KV_EXPIRED.inc(count)
+
+    def unknown_transfer(self, kind: str) -> None:
+        """A message about a transfer or an attempt that is not known (any more)."""
+        metrics.HANDOFF_UNKNOWN_TRANSFERS.labels(kind).inc()
+
+    def release_unanswered(self) -> None:
+        """The owner did not acknowledge a release in all its tries."""
+        metrics.NIXL_FAILED_NOTIFICATIONS.inc()

@@ -14,7 +14,10 @@ from twinpool.worker.outbox import Outbox
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Given to a role's factory. All but ``worker`` and ``limits`` belong to the step thread."""
+    """Given to a role's factory. All but ``worker`` and ``limits`` belong to the step thread.
+
+    ``endpoints`` says where owners listen; the role enters an owner before it expects something from it.
+    """
 
     worker: WorkerKey
     limits: Limits
@@ -23,4 +26,5 @@ class WorkerParts:
     offers: OfferBook
     pulls: PullManager
     outbox: Outbox
+    endpoints: dict[WorkerKey, str]
     clock: Callable[[], float]

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill and a decode worker in one thread: real model, real core, real roles; time and turns by hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import torch
+
+from twinpool._core import BlockManager, SchedulerConfig, StepScheduler, hash_blocks, root_hash
+from twinpool.config import TwinpoolConfig
+from twinpool.engine.kv.pool import KVPool
+from twinpool.engine.loader import load_model
+from twinpool.engine.models.base import DecoderModel
+from twinpool.engine.runner import ModelRunner, SequenceDraw
+from twinpool.engine.sampling import DrawParams
+from twinpool.engine.tiny import write_tiny
+from twinpool.ids import WorkerKey
+from twinpool.transfer.base import AttemptKey, PoolMemory, TransferError
+from twinpool.transfer.loopback import Fabric, LoopbackAgent
+from twinpool.transfer.pump import TransferPump
+from twinpool.v1 import handoff_pb2 as handoff
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.inference_pb2 import FinishReason, SamplingParams, StopConditions
+from twinpool.worker.assembly import Assembly, assemble
+from twinpool.worker.commands import Limits, parse_command, worker_id
+from twinpool.worker.observer import WorkerObserver
+from twinpool.worker.stack import EngineStack
+
+BLOCK = 16
+ROOT = root_hash(b"unit", b"", b"")
+SESSION = 1
+
+
+@cache
+def tiny_model(family: str = "llama") -> DecoderModel:
+    torch.set_num_threads(1)
+    path = write_tiny(Path(mkdtemp(prefix="twinpool-tiny-")), family, layers=2, hidden=32, vocab=300)  # type: ignore[arg-type]
+    return load_model(path)
+
+
+def stack(num_blocks: int, *, max_num_seqs: int = 8, max_chunk_tokens: int = 32) -> EngineStack:
+    """An engine over its own pool and the shared model."""
+    model = tiny_model()
+    layout = model.kv_layout
+    pool = KVPool(num_blocks, layout.layers, BLOCK, layout.width)
+    blocks = BlockManager(num_blocks, BLOCK, pool.generations)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_batched_tokens=128, max_chunk_tokens=max_chunk_tokens
+    )
+    return EngineStack(
+        model=model.config,
+        fingerprint="unit",
+        pool=pool,
+        memory=PoolMemory.of_tensor(pool.tensor),
+        blocks=blocks,
+        scheduler=StepScheduler(blocks, config),
+        runner=ModelRunner(model, pool, threads=1, validate=True),
+        limits=Limits(BLOCK, num_blocks, 1024, max_num_seqs, model.config.vocab_size),
+    )
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Worker:
+    """One worker; messages to routers gather in ``sent``."""
+
+    pair: "Pair"
+    key: WorkerKey
+    stack: EngineStack
+    pump: TransferPump
+    observer: WorkerObserver
+    assembly: Assembly = field(init=False)
+    sent: list[tuple[int, pb.SessionResponse]] = field(default_factory=list)
+    fatal: list[str] = field(default_factory=list)
+
+    def to_session(self, session: int, message: pb.SessionResponse) -> None:
+        self.sent.append((session, message))
+
+    def to_reader(self, stream: int, message: handoff.ExchangeResponse) -> None:
+        self.pair.from_owner(stream, message)
+
+    def to_owner(self, owner: WorkerKey, endpoint: str, message: handoff.ExchangeRequest) -> None:
+        self.pair.from_reader(owner, endpoint, message)
+
+    def do(self, work: pb.SessionRequest, session: int = SESSION) -> None:
+        """A command, as the session hands it over."""
+        checked = parse_command(work, self.stack.limits)
+        self.assembly.loop.post(lambda: self.assembly.loop.role.on_work(session, checked))
+
+    def take(self, kind: str) -> list[pb.SessionResponse]:
+        """Messages of one kind so far; they are taken out."""
+        found = [message for _, message in self.sent if message.WhichOneof("message") == kind]
+        self.sent = [entry for entry in self.sent if entry[1].WhichOneof("message") != kind]
+        return found
+
+
+class Pair:
+    """A prefill worker, a decode worker and the wire between them."""
+
+    def __init__(
+        self,
+        *,
+        prefill_blocks: int = 24,
+        decode_blocks: int = 24,
+        max_num_seqs: int = 8,
+        lease_seconds: float = 30.0,
+        read_deadline_seconds: float = 5.0,
+    ) -> None:
+        self.clock = Clock()
+        self.fabric = Fabric()
+        self.config = TwinpoolConfig.model_validate(
+            {
+                "kv": {"num_blocks": prefill_blocks, "block_tokens": BLOCK, "poison_freed": True},
+                "transfer": {
+                    "backend": "loopback",
+                    "lease_seconds": lease_seconds,
+                    "read_deadline_seconds": read_deadline_seconds,
+                    "digest": "always",
+                },
+            }
+        )
+        self.linked = False
+        self.connectable = True
+        self.stalled = False
+        self.prefill = self._worker("prefill", prefill_blocks, max_num_seqs)
+        self.decode = self._worker("decode", decode_blocks, max_num_seqs)
+
+    def _worker(self, role: str, num_blocks: int, max_num_seqs: int) -> Worker:
+        key = WorkerKey(f"{role}-0", 7 if role == "prefill" else 9)
+        engine = stack(num_blocks, max_num_seqs=max_num_seqs)
+        agent = LoopbackAgent(key, "unit", engine.memory, engine.pool.generations, fabric=self.fabric)
+        observer = WorkerObserver()
+
+        def dispatch(callback: Callable[[], None]) -> None:
+            worker.assembly.loop.post(callback)
+
+        worker = Worker(
+            self, key, engine, TransferPump(agent, dispatch=dispatch, observer=observer), observer
+        )
+        self.agents = {**getattr(self, "agents", {}), key: agent}
+        worker.assembly = assemble(
+            self.config,
+            role,
+            key,
+            engine,
+            port=worker.pump,
+            receiver=worker,
+            post=lambda deliver: deliver(),
+            observer=observer,
+            on_offers=worker.pump.set_offers,
+            on_fatal=worker.fatal.append,
+            clock=self.clock,
+        )
+        return worker
+
+    # --- the wire
+
+    def from_reader(self, owner: WorkerKey, endpoint: str, message: handoff.ExchangeRequest) -> None:
+        assert owner == self.prefill.key
+        p, d = self.prefill.assembly.loop, self.decode.assembly.loop
+        if not self.linked:
+            if not endpoint:
+                return
+            if not self.connectable:
+                expected = [AttemptKey.of(message.expect.id)]
+                reason = pb.FAILURE_REASON_PEER_LOST
+                d.post(lambda: d.role.on_owner_lost(owner, expected, reason, "refused"))
+                return
+            self.linked = True
+            self.decode.pump.connect(self.agents[owner].descriptor, self._connected)
+            p.post(lambda: p.role.on_reader_opened(1, self.decode.key))
+        p.post(lambda: p.role.on_reader_message(1, message))
+
+    def _connected(self, error: TransferError | None) -> None:
+        assert error is None
+        self.decode.assembly.loop.role.on_owner_opened(self.agents[self.prefill.key].descriptor)
+
+    def from_owner(self, stream: int, message: handoff.ExchangeResponse) -> None:
+        if self.linked and stream == 1:
+            d = self.decode.assembly.loop
+            d.post(lambda: d.role.on_owner_message(self.prefill.key, message))
+
+    def cut(self) -> None:
+        """The Exchange stream breaks; each side learns it."""
+        self.linked = False
+        p, d = self.prefill.assembly.loop, self.decode.assembly.loop
+        waiting = [attempt.key for attempt in d.role._attempts]  # type: ignore[attr-defined]
+        reason = pb.FAILURE_REASON_PEER_LOST
+        d.post(lambda: d.role.on_owner_lost(self.prefill.key, waiting, reason, "cut"))
+        p.post(lambda: p.role.on_reader_closed(1))
+        self.decode.pump.disconnect(self.prefill.key)
+
+    # --- time
+
+    def turn(self, seconds: float = 0.001) -> bool:
+        """One turn of everything; whether a step ran."""
+        self.clock.now += seconds
+        worked = self.prefill.assembly.loop.turn()
+        worked |= self.decode.assembly.loop.turn()
+        if not self.stalled:
+            self.prefill.pump.tick(self.clock.now)
+            self.decode.pump.tick(self.clock.now)
+        return worked
+
+    def run(self, until: Callable[[], bool], turns: int = 400) -> None:
+        """Turns until ``until``; fails after ``turns``."""
+        for _ in range(turns):
+            if until():
+                return
+            self.turn()
+        raise AssertionError(f"not reached; prefill {self.prefill.sent}, decode {self.decode.sent}")
+
+    def settle(self, turns: int = 12) -> None:
+        """Lets everything that is on its way arrive."""
+        for _ in range(turns):
+            self.turn()
+
+    def assert_quiet(self) -> None:
+        """Neither worker holds anything."""
+        self.settle()
+        for worker in (self.prefill, self.decode):
+            blocks, parts = worker.stack.blocks, worker.assembly.parts
+            blocks.check()
+            held = (
+                blocks.held_blocks,
+                blocks.pinned_blocks,
+                blocks.quarantined_blocks,
+                worker.assembly.loop.role.requests,
+                worker.pump.in_flight,
+                parts.offers.open,
+                parts.pulls.waiting + parts.pulls.draining + parts.pulls.unreleased,
+                parts.scheduler.running + parts.scheduler.waiting + parts.scheduler.reserved,
+            )
+            assert held == (0,) * len(held), f"{worker.key}: {held}"
+            assert blocks.free_blocks + blocks.cached_blocks == blocks.num_blocks
+            assert worker.fatal == []
+
+    # --- requests
+
+    def start(self, prompt: Sequence[int], request_id: str = "r", **spec: object) -> AttemptKey:
+        """Decode command, then, once reserved, the prefill command."""
+        self.decode.do(decode_command(self, prompt, request_id, **spec))
+        self.run(lambda: bool(self._kinds(self.decode, "reserved")))
+        cached = self.decode.take("reserved")[0].reserved.cached_blocks
+        self.prefill.do(prefill_command(self, prompt, request_id, cached, **spec))
+        return AttemptKey(request_id, 1)
+
+    def generate(self, prompt: Sequence[int], request_id: str = "r", **spec: object) -> list[list[int]]:
+        """The tokens of every choice, first tokens included."""
+        self.start(prompt, request_id, **spec)
+        answer = Answer(int(spec.get("n", 1)))  # type: ignore[call-overload]
+        self.run(lambda: answer.take(self) or answer.finished)
+        return answer.tokens
+
+    @staticmethod
+    def _kinds(worker: Worker, kind: str) -> list[pb.SessionResponse]:
+        return [message for _, message in worker.sent if message.WhichOneof("message") == kind]
+
+
+class Answer:
+    """Collects one request's tokens from both legs and checks that each comes once and in order."""
+
+    def __init__(self, n: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(n)]
+        self.finish: list[int] = [0] * n
+        self.handed_off = False
+
+    @property
+    def finished(self) -> bool:
+        return all(self.finish)
+
+    def take(self, pair: Pair) -> bool:
+        for worker in (pair.prefill, pair.decode):
+            failed = worker.take("failed")
+            assert not failed, failed
+        for done in pair.prefill.take("prefill_done"):
+            for first in done.prefill_done.first_tokens:
+                self._add(first.index, 0, first.token_id, first.finish)
+        self.handed_off |= bool(pair.decode.take("handoff_done"))
+        for step in pair.decode.take("step"):
+            for token in step.step.tokens:
+                self._add(token.index, token.offset, token.token_id, token.finish)
+        return self.finished
+
+    def _add(self, index: int, offset: int, token: int, finish: int) -> None:
+        assert not self.finish[index], "a token after the end"
+        assert offset == len(self.tokens[index]), "a token is missing or came twice"
+        self.tokens[index].append(token)
+        self.finish[index] = finish
+
+
+def draw_spec(
+    max_tokens: int = 6,
+    n: int = 1,
+    stop: Sequence[int] = (),
+    temperature: float = 0.0,
+    min_tokens: int = 0,
+    logprobs: int | None = None,
+    deadline: float | None = None,
+) -> pb.DrawSpec:
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=0,
+        top_p=1,
+        min_p=0,
+        presence_penalty=0,
+        frequency_penalty=0,
+        repetition_penalty=1,
+        seed=11,
+    )
+    conditions = StopConditions(max_tokens=max_tokens, min_tokens=min_tokens)
+    return pb.DrawSpec(sampling=sampling, stop=conditions, stop_token_ids=list(stop), n=n, logprobs=logprobs)
+
+
+def prompt_spec(prompt: Sequence[int]) -> pb.PromptSpec:
+    tokens = np.array(prompt, np.int32)
+    return pb.PromptSpec(
+        token_ids=tokens.astype("<i4").tobytes(),
+        block_hashes=hash_blocks(ROOT, tokens, BLOCK).tobytes(),
+        root_hash=ROOT,
+    )
+
+
+def decode_command(
+    pair: Pair, prompt: Sequence[int], request_id: str = "r", **spec: object
+) -> pb.SessionRequest:
+    command = pb.DecodeCommand(
+        id=pb.AttemptId(request_id=request_id, attempt=1),
+        prompt=prompt_spec(prompt),
+        draw=draw_spec(**spec),  # type: ignore[arg-type]
+        owner=worker_id(pair.prefill.key),
+        owner_endpoint="127.0.0.1:1",
+    )
+    if spec.get("deadline") is not None:
+        command.deadline.FromNanoseconds(int(float(spec["deadline"]) * 1e9))  # type: ignore[arg-type]
+    return pb.SessionRequest(decode=command)
+
+
+def prefill_command(
+    pair: Pair, prompt: Sequence[int], request_id: str = "r", cached: int = 0, **spec: object
+) -> pb.SessionRequest:
+    command = pb.PrefillCommand(
+        id=pb.AttemptId(request_id=request_id, attempt=1),
+        prompt=prompt_spec(prompt),
+        draw=draw_spec(**spec),  # type: ignore[arg-type]
+        reader=worker_id(pair.decode.key),
+        reader_cached_blocks=cached,
+    )
+    if spec.get("deadline") is not None:
+        command.deadline.FromNanoseconds(int(float(spec["deadline"]) * 1e9))  # type: ignore[arg-type]
+    return pb.SessionRequest(prefill=command)
+
+
+def cancel_command(request_id: str = "r", attempt: int = 1) -> pb.SessionRequest:
+    return pb.SessionRequest(cancel=pb.CancelCommand(id=pb.AttemptId(request_id=request_id, attempt=attempt)))
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(8, 250, length).tolist()
+
+
+def reference(
+    prompt: Sequence[int], max_tokens: int, *, choice: int = 0, temperature: float = 0.0
+) -> list[int]:
+    """What one engine alone generates, without any hand-off."""
+    engine = stack(64)
+    tokens = np.array(prompt, np.int32)
+    hashes = hash_blocks(ROOT, tokens, BLOCK)
+    engine.scheduler.add(tokens, hashes, ROOT, max_new_tokens=max_tokens)
+    draw = SequenceDraw(
+        DrawParams(temperature=temperature, seed=11, max_tokens=max_tokens), tokens, choice=choice
+    )
+    while len(draw.outputs) < max_tokens:
+        plan = engine.scheduler.plan(0.0)
+        assert not plan.empty
+        engine.scheduler.advance(plan, engine.runner.step(plan, [draw]).tokens)
+    return draw.outputs
+
+
+STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH

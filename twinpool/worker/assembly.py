@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the step thread's pieces together: role, offers, pulls, scheduler, loop."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twinpool import launch
+from twinpool.config import TwinpoolConfig
+from twinpool.ids import WorkerKey
+from twinpool.transfer.base import AttemptKey, TransferObserver
+from twinpool.transfer.digest import pool_digest
+from twinpool.transfer.offer import OfferEnd
+from twinpool.transfer.owner import OfferBook
+from twinpool.transfer.reader import PullManager
+from twinpool.transfer.session import ReadPort
+from twinpool.v1 import handoff_pb2 as handoff
+from twinpool.worker.load import LoadReporter
+from twinpool.worker.outbox import Outbox, Receiver
+from twinpool.worker.parts import WorkerParts
+from twinpool.worker.stack import EngineStack
+from twinpool.worker.step_loop import StepLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The step thread's side of a worker; ``loop`` is not started."""
+
+    parts: WorkerParts
+    loop: StepLoop
+
+
+def assemble(
+    config: TwinpoolConfig,
+    role_name: str,
+    worker: WorkerKey,
+    stack: EngineStack,
+    *,
+    port: ReadPort,
+    receiver: Receiver,
+    post: Callable[[Callable[[], None]], object],
+    observer: TransferObserver,
+    on_offers: Callable[[int], None],
+    on_fatal: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Assembly:
+    """``port`` reads blocks, ``receiver`` takes messages on the asyncio thread that ``post`` runs callables on.
+
+    ``on_offers`` is told how many offers are open; ``on_fatal`` why the loop gave up.
+    """
+    transfer = config.transfer
+    outbox = Outbox(receiver, post)
+    memory = stack.memory
+    digest = pool_digest(memory) if memory.region.memory_type == "DRAM" else None
+    endpoints: dict[WorkerKey, str] = {}
+
+    def to_owner(owner: WorkerKey, message: handoff.ExchangeRequest) -> None:
+        # Only what is expected anew is worth a new link.
+        endpoint = endpoints.get(owner, "") if message.WhichOneof("message") == "expect" else ""
+        outbox.owner(owner, message, endpoint=endpoint)
+
+    def on_offer_ended(key: AttemptKey, end: OfferEnd) -> None:
+        loop.role.on_offer_ended(key, end)
+
+    offers = OfferBook(
+        worker,
+        stack.blocks,
+        stack.pool.generations,
+        outbox.reader,
+        lease_seconds=transfer.lease_seconds,
+        digest=digest,
+        digest_policy=transfer.digest,
+        on_end=on_offer_ended,
+        on_count=on_offers,
+        observer=observer,
+    )
+    pulls = PullManager(
+        port,
+        to_owner,
+        block_bytes=stack.pool.block_bytes,
+        read_deadline_seconds=transfer.read_deadline_seconds,
+        digest=digest,
+        observer=observer,
+    )
+    parts = WorkerParts(
+        worker=worker,
+        limits=stack.limits,
+        scheduler=stack.scheduler,
+        blocks=stack.blocks,
+        offers=offers,
+        pulls=pulls,
+        outbox=outbox,
+        endpoints=endpoints,
+        clock=clock,
+    )
+    load = LoadReporter(stack.scheduler, stack.blocks, outbox.session, config.worker.report_interval_seconds)
+    loop = StepLoop(
+        scheduler=stack.scheduler,
+        blocks=stack.blocks,
+        runner=stack.runner,
+        pool=stack.pool,
+        role=launch.role_factory(role_name)(parts),
+        outbox=outbox,
+        load=load,
+        poison_freed=config.kv.poison_freed,
+        on_fatal=on_fatal,
+        clock=clock,
+    )
+    return Assembly(parts, loop)
