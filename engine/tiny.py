@@ -85,9 +85,9 @@ _FAMILY: dict[Family, dict[str, Any]] = {
 # Standard deviations are gain / sqrt(inputs). Peaked attention needs large scores; what a gated MLP loses in its
 # activation, its last layer makes up for.
 _GAINS = {
-    "q_proj": 2.0,
-    "q_b_proj": 2.0,
-    "k_proj": 2.0,
+    "q_proj": 1.4,
+    "q_b_proj": 1.4,
+    "k_proj": 1.4,
     "o_proj": 1.5,
     "down_proj": 1.5,
     "gate": 2.0,

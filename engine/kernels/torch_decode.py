@@ -63,11 +63,12 @@ def _make_group(batch: AttentionBatch, members: NDArray[np.int64], pages: int, *
     if table.shape[1] < pages:  # only when every context is 0 and the table has no column
         table = np.zeros((len(members), pages), np.int64)
     used = -(-context // batch.block_tokens)
-    # A page past the end repeats the first one: finite values, so only partly valid pages need blanking.
+    # A page past the end repeats the first one. That is finite if it is full, so that only the last, partly valid
+    # page needs blanking; where the first page is itself the last one, so do its repetitions.
     table = np.where(np.arange(pages)[None, :] < used[:, None], table, np.maximum(table[:, :1], 0))
     position = np.arange(length)[None, :]
     outside = position >= context[:, None]
-    ends = np.where(context == 0, length, used * batch.block_tokens)
+    ends = np.where(context < batch.block_tokens, length, used * batch.block_tokens)
     blank = np.flatnonzero(outside & (position < ends[:, None]))
 
     def tensor(array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
