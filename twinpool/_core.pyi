@@ -186,39 +186,114 @@ class StepScheduler:
 
 @final
 class AdmissionConfig:
-    """Limits of admission. Zero means no limit where it says so."""
+    """Limits of admission and placement, by keyword; CoreError names a field that is unknown or out of range.
+
+    Queue, counted for each pool; 0: no limit: ``max_queue_requests`` (4096), ``max_queue_tokens`` and ``max_queue_bytes`` (0).
+    ``queue_ttl_seconds`` (60) is the longest wait. Each ``ageing_seconds`` (10) of waiting raises a request by one priority.
+    ``max_bypass`` (32): requests that may go before one that does not fit yet.
+    ``max_attempts`` (3) counts placements that failed; ``max_refusals`` (64) those that a decode worker refused, which is not
+    asked again for ``refusal_backoff_seconds`` (0.25) unless its load report changes.
+    Tenants without own settings (``set_tenant``); 0: no limit: ``max_tenant_requests``, ``tenant_tokens_per_second``,
+    ``tenant_burst_tokens`` (0: ten seconds' worth), ``tenant_max_priority`` (100; higher ones are lowered to it).
+    Joint reservation; 0: no limit: ``prefill_window_tokens`` (16384; an idle worker takes any prompt), ``transfer_window_requests`` (32).
+    Policy: ``refuse_without_workers`` (0: wait for a worker; 1: NO_WORKERS at once where a role has none at all),
+    ``early_rejection`` (1: refuse what can't meet its deadline by a measured prediction), ``preemption`` (0; 1: a higher
+    priority takes the place of a lower one before its first token, after ``preemption_grace_seconds`` 0.5),
+    ``expected_output_ratio`` (0.5 of max_new_tokens, until outputs were seen), ``harm_weight`` (0.1 s of delay for a second of
+    slowed streams), ``prefix_fetch`` and ``local_prefill`` (0), ``index_max_bytes`` (256 MiB; 0: no limit),
+    ``retry_after_min_seconds`` (0.05), ``retry_after_max_seconds`` (60).
+    """
+
+    FIELDS: ClassVar[list[str]]
+
     def __init__(self, **limits: float | int) -> None: ...
     max_queue_requests: int
     max_queue_tokens: int
     max_queue_bytes: int
     queue_ttl_seconds: float
-    max_attempts: int
     ageing_seconds: float
+    max_bypass: int
+    max_attempts: int
+    max_refusals: int
+    refusal_backoff_seconds: float
+    max_tenant_requests: int
+    tenant_tokens_per_second: float
+    tenant_burst_tokens: float
+    tenant_max_priority: int
     prefill_window_tokens: int
     transfer_window_requests: int
+    refuse_without_workers: int
+    early_rejection: int
+    preemption: int
+    preemption_grace_seconds: float
+    expected_output_ratio: float
+    harm_weight: float
+    prefix_fetch: int
+    local_prefill: int
+    index_max_bytes: int
+    retry_after_min_seconds: float
+    retry_after_max_seconds: float
 
 @final
 class RouterCore:
-    """Admission, placement and prefix index of one router: events and time in, actions out."""
+    """Admission, placement and prefix index of one router: events and time in, actions out.
+
+    Thread-safe; every call is short. Events for ``advance``, as ``event`` (``detail``):
+
+    - ``decode_reserved``: the decode worker holds its blocks.
+    - ``decode_refused``: it has no room. Nothing runs yet, so the request is queued again at once (attempt + 1, ahead of its
+      tenant's others; no attempt is burnt); legal before ``decode_reserved`` only.
+    - ``prefill_started``: optional; makes the measured prefill time exact.
+    - ``first_token``: PrefillDone came. Ignored if ``handoff_done`` has overtaken it.
+    - ``handoff_done``: the decode worker holds all KV.
+    - ``token`` (count, "1"): optional; output tokens of all choices since the last one. Teaches the expected output.
+    - ``delivered``: a token was given to the client: from now on a failure is final.
+    - ``finished``: the answer is complete.
+    - ``cancel``, ``deadline``: of the request, whatever its attempt; ``attempt`` is not looked at.
+    - ``worker_lost`` ("prefill" | "decode" | ""): that worker of the attempt is gone. Losing the prefill worker after the
+      hand-off changes nothing.
+    - ``attempt_failed`` ("REASON", "REASON:prefill" or "REASON:decode"; REASON is a FailureReason of worker.proto, with or
+      without its prefix).
+    - ``requeue``: both legs of the failed or preempted attempt are cleared; Retrying becomes Queued, attempt + 1.
+
+    Late events (an older attempt, a terminal or forgotten request, legs of an attempt in Retrying) are not applied. Any other
+    event that is not legal in the state raises ``CoreError`` ("event=X; state=Y") and changes nothing.
+    """
 
     STATES: ClassVar[list[str]]
     EVENTS: ClassVar[list[str]]
+    TRANSITIONS: ClassVar[list[tuple[str, str, str]]]
+    """(event, state, result) for all pairs; result: target states joined by " or ", "ignored" or "error"."""
 
     def __init__(self, config: AdmissionConfig) -> None: ...
     # cluster view
     def upsert_worker(self, now: float, name: str, incarnation: int, pool: str, role: str, state: str, fingerprint: str, num_blocks: int, block_tokens: int, max_num_seqs: int) -> None:
         """Adds or updates a worker. Another incarnation replaces the old one as if it had been removed. role: "prefill"|"decode"; state: "starting"|"ready"|"draining"|"flipping"."""
-    def remove_worker(self, now: float, name: str, incarnation: int) -> None: ...
+    def remove_worker(self, now: float, name: str, incarnation: int) -> None:
+        """Its reservations and its part of the index are gone at once. Send ``worker_lost`` for ``requests_on`` it (ask before)."""
     def report_load(self, now: float, name: str, incarnation: int, running: int, waiting: int, waiting_prefill_tokens: int, available_blocks: int, step_seconds: float) -> None: ...
     def quarantine(self, now: float, name: str, incarnation: int, until: float) -> None: ...
+    def observe_prefill(self, name: str, incarnation: int, tokens: int, cached_tokens: int, seconds: float) -> None:
+        """A prefill worker computed ``tokens`` after ``cached_tokens`` in ``seconds``: teaches its cost model. Without any,
+        the core learns from the events of requests that found the worker idle."""
+    def observe_transfer(self, name: str, incarnation: int, blocks: int, seconds: float) -> None:
+        """The worker pulled ``blocks`` in ``seconds``."""
+    def set_tenant(self, now: float, tenant: str, *, weight: float = 1.0, max_requests: int = 0, tokens_per_second: float = 0.0, burst_tokens: float = 0.0, max_priority: int = 100) -> None:
+        """Own limits of a tenant instead of the defaults. ``weight``: its share against other tenants of its band."""
     def workers(self) -> list[dict[str, object]]: ...
+    def requests_on(self, name: str, incarnation: int) -> list[tuple[int, int]]:
+        """(request, attempt) of all attempts that need the worker now."""
     # prefix index
-    def index_stored(self, name: str, incarnation: int, hashes: Hashes) -> None: ...
-    def index_removed(self, name: str, incarnation: int, hashes: Hashes) -> None: ...
+    def index_stored(self, name: str, incarnation: int, hashes: Hashes, *, tier: str = "device", counted: bool = False) -> None:
+        """The worker holds these blocks. Idempotent; with ``counted`` each call is one more copy, ended by as many removals. tier: "device"|"host"."""
+    def index_removed(self, name: str, incarnation: int, hashes: Hashes, *, tier: str = "device") -> None: ...
     def index_cleared(self, name: str, incarnation: int) -> None: ...
-    def longest_prefix(self, hashes: Hashes) -> list[tuple[str, int]]: ...
+    def longest_prefix(self, hashes: Hashes) -> list[tuple[str, int]]:
+        """(worker, leading blocks) of each worker that holds the first block, in the order of their registration slots. Exact where a
+        worker holds all ancestors of what it holds, as block managers that evict leaves first do."""
     # requests
-    def submit(self, now: float, request_id: str, pool: str, prompt_tokens: int, max_new_tokens: int, hashes: Hashes, *, n: int = 1, priority: int = 0, tenant: str = "", deadline: float = 0.0, bytes: int = 0) -> "Submission": ...
+    def submit(self, now: float, request_id: str, pool: str, prompt_tokens: int, max_new_tokens: int, hashes: Hashes, *, n: int = 1, priority: int = 0, tenant: str = "", deadline: float = 0.0, bytes: int = 0) -> "Submission":
+        """``deadline`` is on the clock of ``now``; 0: none. CoreError for arguments out of range; a refusal is a Submission."""
     def plan(self, now: float) -> list["Action"]:
         """Places what can be placed, expires what must expire. Call after submit, after advance and on a timer."""
     def next_wake(self, now: float) -> float | None:
@@ -226,12 +301,13 @@ class RouterCore:
     def advance(self, now: float, request: int, attempt: int, event: str, detail: str = "") -> "Transition":
         """Applies an event; see EVENTS and docs/lifecycle.md. An event of an older attempt is ignored (``applied`` False)."""
     def forget(self, request: int) -> None:
-        """Drops a request in a terminal state."""
+        """Drops a request in a terminal state (CoreError otherwise). Until then its request id is a duplicate."""
     def state(self, request: int) -> str: ...
     def stats(self) -> dict[str, int]:
-        """queued, queued_tokens, in_flight per state, reservations, workers, index_blocks."""
+        """queued, queued_tokens, queued_bytes, state_<State>, requests, reservations, workers, tenants, bypassed, preempted,
+        index_blocks, index_bytes, index_evicted, refused_<REASON>."""
     def explain(self, request: int) -> dict[str, object]:
-        """Why the last placement was made: cost terms of the chosen pair and of the best others."""
+        """Why the last placement was made: cost terms of the chosen pair and of the best others, or the obstacle."""
 
 @final
 class Submission:
@@ -241,15 +317,19 @@ class Submission:
     def request(self) -> int: ...
     @property
     def reason(self) -> str:
-        """UPPER_SNAKE reason of a refusal (see docs/errors.md); empty if accepted."""
+        """UPPER_SNAKE reason of a refusal (see docs/errors.md); empty if accepted: DUPLICATE_REQUEST, TENANT_CONCURRENCY,
+        TENANT_RATE, REQUEST_EXCEEDS_CAPACITY, NO_WORKERS, DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE, QUEUE_FULL."""
     @property
-    def limit(self) -> str: ...
+    def limit(self) -> str:
+        """The limit that was hit with its value, such as "max_queue_requests=4096"."""
     @property
-    def retry_after(self) -> float: ...
+    def retry_after(self) -> float:
+        """Seconds; 0 where a retry does not help."""
 
 @final
 class Action:
-    """``kind`` is "place" (prefill, decode, attempt are set) or "end" (the request reached a terminal state with ``cause``)."""
+    """``kind`` is "place" (prefill, decode, attempt are set), "end" (the request reached a terminal state with ``cause``) or
+    "preempt" (cancel both legs of the attempt, then send ``requeue``)."""
     @property
     def kind(self) -> str: ...
     @property
@@ -261,11 +341,24 @@ class Action:
     @property
     def decode(self) -> tuple[str, int]: ...
     @property
-    def predicted_cached_blocks(self) -> int: ...
+    def fetch_from(self) -> tuple[str, int] | None:
+        """With ``prefix_fetch``: the worker from which the prefill worker should pull the cached prefix first."""
+    @property
+    def local(self) -> bool:
+        """With ``local_prefill``: the decode worker computes the prompt itself; ``prefill`` is the same worker."""
+    @property
+    def predicted_cached_blocks(self) -> int:
+        """Leading blocks of the prompt that the prefill worker should find in its cache."""
+    @property
+    def predicted_decode_cached_blocks(self) -> int: ...
     @property
     def predicted_ttft_seconds(self) -> float: ...
     @property
-    def cause(self) -> str: ...
+    def state(self) -> str:
+        """State after the action."""
+    @property
+    def cause(self) -> str:
+        """Of an end: DEADLINE_EXCEEDED, QUEUE_TIMEOUT, NO_WORKERS or DEADLINE_UNREACHABLE."""
     @property
     def retry_after(self) -> float: ...
 
@@ -274,8 +367,13 @@ class Transition:
     @property
     def applied(self) -> bool: ...
     @property
-    def state(self) -> str: ...
+    def state(self) -> str:
+        """State after the event; "Forgotten" for a request that was dropped."""
     @property
     def terminal(self) -> bool: ...
     @property
-    def cause(self) -> str: ...
+    def cause(self) -> str:
+        """Of a terminal state and of Retrying; empty otherwise, and for Finished."""
+    @property
+    def attempt(self) -> int:
+        """The attempt that runs or comes next."""

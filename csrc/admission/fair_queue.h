@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// The waiting requests of one pool: bands by priority with ageing, virtual-token fairness between the tenants of a
+// band, earliest deadline first within a tenant.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "admission/tenants.h"
+
+namespace twinpool::admission {
+
+struct QueueItem {
+  std::uint64_t request = 0;
+  std::uint64_t sequence = 0;  // order of arrival
+  TenantId tenant = 0;
+  double weight = 1.0;
+  int priority = 0;
+  double due = 0.0;   // deadline, or a stand-in for none
+  double cost = 0.0;  // tokens that count against the tenant's share
+  std::int64_t tokens = 0;
+  std::int64_t bytes = 0;
+  bool front = false;  // was placed before: next of its tenant
+};
+
+class QueuePlace;
+
+class FairQueue {
+ public:
+  enum class Verdict : std::uint8_t { skip, take, stop };
+
+  static constexpr int kHighestPriority = 100;
+
+  explicit FairQueue(double ageing_seconds) : ageing_seconds_(ageing_seconds) {}
+  FairQueue(const FairQueue&) = delete;
+  FairQueue& operator=(const FairQueue&) = delete;
+
+  QueuePlace push(double now, const QueueItem& item);
+  /// Raises what has waited long enough by one band for each ``ageing_seconds``.
+  void age(double now);
+
+  /// Visits candidates of the highest band in order: tenants by virtual time, the first ``kDepth`` requests of each.
+  /// Returns the request that the visitor takes and charges its tenant; 0 if it takes none. The visitor must not
+  /// change the queue; the caller ends the taken request's place afterwards.
+  template <typename Visit>
+  std::uint64_t next(Visit&& visit);
+
+  /// Gives back what a placement that did not come about was charged with.
+  void refund(TenantId tenant, int band, double charged) noexcept;
+  [[nodiscard]] int band(std::uint64_t request) const noexcept;
+
+  [[nodiscard]] std::size_t requests() const noexcept { return items_.size(); }
+  [[nodiscard]] std::int64_t tokens() const noexcept { return tokens_; }
+  [[nodiscard]] std::int64_t bytes() const noexcept { return bytes_; }
+  /// Prompt tokens in bands of at least ``priority``.
+  [[nodiscard]] std::int64_t tokens_ahead(int priority) const noexcept;
+
+ private:
+  friend class QueuePlace;
+  static constexpr int kDepth = 2;
+
+  struct Key {
+    bool later = false;  // not ``front``
+    double due = 0.0;
+    std::uint64_t sequence = 0;
+    std::uint64_t request = 0;
+    auto operator<=>(const Key&) const = default;
+  };
+  struct Flow {
+    double virtual_time = 0.0;
+    std::set<Key> waiting;
+  };
+  struct Band {
+    double virtual_time = 0.0;  // of the last one served
+    std::int64_t tokens = 0;
+    std::map<TenantId, Flow> flows;
+    std::set<std::pair<double, TenantId>> active;  // flows with requests
+  };
+  struct Entry {
+    QueueItem item;
+    int band = 0;
+    double promote_at = 0.0;
+  };
+
+  static Key key(const QueueItem& item) noexcept { return {!item.front, item.due, item.sequence, item.request}; }
+  void insert(const Entry& entry);
+  void extract(const Entry& entry);
+  void charge(const Entry& entry);
+  void erase(std::uint64_t request);
+
+  double ageing_seconds_;
+  std::map<int, Band, std::greater<>> bands_;
+  std::unordered_map<std::uint64_t, Entry> items_;
+  std::set<std::pair<double, std::uint64_t>> promotions_;
+  std::int64_t tokens_ = 0;
+  std::int64_t bytes_ = 0;
+};
+
+/// A request's place in a queue. Move-only; leaves the queue on destruction.
+class QueuePlace {
+ public:
+  QueuePlace() = default;
+  QueuePlace(const QueuePlace&) = delete;
+  QueuePlace& operator=(const QueuePlace&) = delete;
+  QueuePlace(QueuePlace&& other) noexcept : queue_(std::exchange(other.queue_, nullptr)), request_(other.request_) {}
+  QueuePlace& operator=(QueuePlace&& other) noexcept {
+    if (this != &other) {
+      reset();
+      queue_ = std::exchange(other.queue_, nullptr);
+      request_ = other.request_;
+    }
+    return *this;
+  }
+  ~QueuePlace() { reset(); }
+
+ private:
+  friend class FairQueue;
+  QueuePlace(FairQueue& queue, std::uint64_t request) : queue_(&queue), request_(request) {}
+  void reset() {
+    if (FairQueue* queue = std::exchange(queue_, nullptr)) queue->erase(request_);
+  }
+
+  FairQueue* queue_ = nullptr;
+  std::uint64_t request_ = 0;
+};
+
+template <typename Visit>
+std::uint64_t FairQueue::next(Visit&& visit) {
+  for (auto& [priority, band] : bands_) {
+    if (band.active.empty()) continue;
+    for (const auto& [virtual_time, tenant] : band.active) {
+      int depth = 0;
+      for (const Key& candidate : band.flows.at(tenant).waiting) {
+        if (++depth > kDepth) break;
+        const Verdict verdict = visit(candidate.request);
+        if (verdict == Verdict::stop) return 0;
+        if (verdict == Verdict::take) {
+          charge(items_.at(candidate.request));
+          return candidate.request;
+        }
+      }
+    }
+    return 0;  // what waits in a higher band is not passed by a lower one
+  }
+  return 0;
+}
+
+}  // namespace twinpool::admission

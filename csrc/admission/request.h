@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// One request, from submit to forget. What it holds is in its state; the rest is what is known about it.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "admission/states.h"
+#include "placement/placer.h"
+
+namespace twinpool::admission {
+
+inline constexpr double kNever = std::numeric_limits<double>::infinity();
+
+struct Request {
+  std::uint64_t id = 0;
+  std::string request_id;
+  std::uint32_t pool = 0;
+  TenantId tenant = 0;
+  std::int64_t prompt_tokens = 0;
+  std::int64_t max_new_tokens = 0;
+  std::int64_t choices = 1;
+  std::int64_t bytes = 0;
+  int priority = 0;
+  double arrival = 0.0;
+  double deadline = kNever;
+  std::vector<std::uint8_t> hashes;  // 16 bytes a full block
+
+  State state;
+  std::uint32_t attempt = 1;  // of the placement that runs, or comes next
+  std::int64_t failures = 0;
+  std::int64_t refusals = 0;
+  std::int64_t output_tokens = 0;   // of the attempt, over all choices
+  bool delivered = false;           // the client has tokens
+  std::vector<placement::WorkerRef> avoid;
+  bool avoid_strictly = false;  // the last failure must not meet the same worker again
+
+  double queued_at = 0.0;
+  double queue_until = kNever;  // end of the longest wait
+  double timer_at = kNever;     // its entry in the timers
+  std::int64_t bypassed = 0;    // times that a smaller request went first
+  std::uint64_t blocked_version = UINT64_MAX;  // of the worker table, when it could not be placed
+  double blocked_until = 0.0;                  // or until then, whichever comes first
+
+  // The last placement.
+  placement::Decision decision;
+  bool placed = false;  // ever
+  double placed_at = 0.0;
+  double computing_since = 0.0;  // as far as is known
+  bool clean_sample = false;     // the prefill worker was idle: its time tells its speed
+  int charged_band = 0;
+  double charged = 0.0;       // virtual time that the tenant paid
+  double bucket_tokens = 0.0;  // taken from the tenant's bucket
+};
+
+}  // namespace twinpool::admission

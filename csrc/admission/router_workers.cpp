@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cluster view and the prefix index of the router core.
+#include <algorithm>
+
+#include "admission/router_core.h"
+
+namespace twinpool::admission {
+
+namespace {
+
+placement::PlacementLimits placement_limits(const AdmissionConfig& config) {
+  placement::PlacementLimits limits;
+  limits.prefill_window_tokens = config.prefill_window_tokens;
+  limits.transfer_window_requests = config.transfer_window_requests;
+  limits.harm_weight = config.harm_weight;
+  limits.prefix_fetch = config.prefix_fetch != 0;
+  limits.local_prefill = config.local_prefill != 0;
+  return limits;
+}
+
+}  // namespace
+
+RouterCore::RouterCore(const AdmissionConfig& config)
+    : config_(config),
+      index_(static_cast<std::size_t>(config.index_max_bytes)),
+      workers_(index_),
+      placer_(workers_, placement_limits(config)),
+      tenants_(config_) {}
+
+void RouterCore::upsert_worker(double /*now*/, const placement::WorkerSpec& spec) { workers_.upsert(spec); }
+
+void RouterCore::remove_worker(double /*now*/, const std::string& name, std::uint64_t incarnation) {
+  workers_.remove(name, incarnation);
+}
+
+void RouterCore::report_load(double now, const std::string& name, std::uint64_t incarnation,
+                             placement::LoadReport load) {
+  placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker == nullptr) return;
+  load.at = now;
+  workers_.report(*worker, load);
+}
+
+void RouterCore::quarantine(double /*now*/, const std::string& name, std::uint64_t incarnation, double until) {
+  placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker == nullptr) return;
+  worker->quarantined_until = until;
+  workers_.touch();
+}
+
+void RouterCore::observe_prefill(const std::string& name, std::uint64_t incarnation, std::int64_t tokens,
+                                 std::int64_t cached_tokens, double seconds) {
+  placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker == nullptr || tokens <= 0) return;
+  const double computed = static_cast<double>(tokens);
+  worker->prefill.add(computed, computed * (static_cast<double>(cached_tokens) + computed / 2.0), seconds);
+  worker->observed = true;
+}
+
+void RouterCore::observe_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks,
+                                  double seconds) {
+  placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker != nullptr && blocks > 0) worker->transfer.add(static_cast<double>(blocks), 0.0, seconds);
+}
+
+void RouterCore::set_tenant(double now, const std::string& tenant, const TenantLimits& limits) {
+  tenants_.configure(now, tenant, limits);
+}
+
+void RouterCore::index_stored(const std::string& name, std::uint64_t incarnation, prefix::HashBytes hashes,
+                              prefix::Tier tier, bool counted) {
+  const placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker != nullptr) index_.store(worker->index_slot, hashes, tier, counted);
+}
+
+void RouterCore::index_removed(const std::string& name, std::uint64_t incarnation, prefix::HashBytes hashes,
+                               prefix::Tier tier) {
+  const placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker != nullptr) index_.remove(worker->index_slot, hashes, tier);
+}
+
+void RouterCore::index_cleared(const std::string& name, std::uint64_t incarnation) {
+  placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker != nullptr) workers_.clear_index(*worker);
+}
+
+void RouterCore::longest_prefix(prefix::HashBytes hashes,
+                                std::vector<std::pair<const placement::Worker*, std::uint32_t>>& out) {
+  out.clear();
+  index_.longest_prefix(hashes, lengths_);
+  for (std::uint32_t slot = 0; slot < lengths_.blocks.size(); ++slot) {
+    if (lengths_.blocks[slot] == 0) continue;
+    if (const placement::Worker* worker = workers_.get(workers_.by_index_slot(slot))) {
+      out.emplace_back(worker, lengths_.blocks[slot]);
+    }
+  }
+}
+
+}  // namespace twinpool::admission

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an attempt holds on workers. Each is move-only, gives back on destruction what it still holds, and does
+// nothing if its worker was removed meanwhile: the epoch no longer matches.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "placement/worker.h"
+
+namespace twinpool::placement {
+
+class WorkerTable;
+
+/// The common part: a worker, and the promise that the destructor runs ``Derived::give_back`` at most once.
+template <typename Derived>
+class Reservation {
+ public:
+  Reservation() = default;
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+  Reservation(Reservation&& other) noexcept : table_(std::exchange(other.table_, nullptr)), ref_(other.ref_) {}
+  Reservation& operator=(Reservation&& other) noexcept {
+    if (this != &other) {
+      static_cast<Derived*>(this)->reset();
+      table_ = std::exchange(other.table_, nullptr);
+      ref_ = other.ref_;
+    }
+    return *this;
+  }
+
+  [[nodiscard]] WorkerRef worker() const noexcept { return ref_; }
+
+ protected:
+  ~Reservation() = default;
+  WorkerTable* table_ = nullptr;
+  WorkerRef ref_;
+};
+
+/// Uncached prompt tokens in a prefill worker's window, and the blocks of the prompt.
+class PrefillWork : public Reservation<PrefillWork> {
+ public:
+  PrefillWork() = default;
+  PrefillWork(WorkerTable& table, WorkerRef worker, std::int64_t tokens, std::int64_t blocks);
+  PrefillWork(PrefillWork&&) noexcept = default;
+  PrefillWork& operator=(PrefillWork&& other) noexcept;
+  ~PrefillWork() { reset(); }
+  void reset() noexcept;
+
+ private:
+  std::int64_t tokens_ = 0;
+  std::int64_t blocks_ = 0;
+  std::uint32_t reports_ = 0;
+};
+
+/// One hand-off in a decode worker's transfer window.
+class TransferSlot : public Reservation<TransferSlot> {
+ public:
+  TransferSlot() = default;
+  TransferSlot(WorkerTable& table, WorkerRef worker, std::int64_t blocks);
+  TransferSlot(TransferSlot&&) noexcept = default;
+  TransferSlot& operator=(TransferSlot&& other) noexcept;
+  ~TransferSlot() { reset(); }
+  void reset() noexcept;
+
+ private:
+  std::int64_t blocks_ = 0;
+};
+
+/// Blocks and sequence slots of a decode worker: the prompt's blocks, and growth for the expected output.
+class DecodeBlocks : public Reservation<DecodeBlocks> {
+ public:
+  DecodeBlocks() = default;
+  DecodeBlocks(WorkerTable& table, WorkerRef worker, std::int64_t prompt_blocks, std::int64_t growth_blocks,
+               std::int64_t sequences);
+  DecodeBlocks(DecodeBlocks&&) noexcept = default;
+  DecodeBlocks& operator=(DecodeBlocks&& other) noexcept;
+  ~DecodeBlocks() { reset(); }
+  void reset() noexcept;
+
+  /// The worker holds the prompt's blocks: its next report contains them.
+  void acknowledge() noexcept;
+  /// The output has grown by so many blocks: they are no longer expected but there.
+  void grow(std::int64_t blocks) noexcept;
+
+ private:
+  std::int64_t prompt_blocks_ = 0;
+  std::int64_t growth_blocks_ = 0;
+  std::int64_t sequences_ = 0;
+  bool acknowledged_ = false;
+  std::uint32_t reports_ = 0;  // of the worker, when it acknowledged
+};
+
+}  // namespace twinpool::placement

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// All workers that the router knows, by name and by slot.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "placement/worker.h"
+#include "prefix/prefix_index.h"
+
+namespace twinpool::placement {
+
+class WorkerTable {
+ public:
+  explicit WorkerTable(prefix::PrefixIndex& index) : index_(index) {}
+  WorkerTable(const WorkerTable&) = delete;
+  WorkerTable& operator=(const WorkerTable&) = delete;
+
+  /// Adds or updates. Another incarnation under the same name replaces the old one. A change of pool, role,
+  /// fingerprint or capacity keeps the reservations: it is the same process with the same blocks.
+  Worker& upsert(const WorkerSpec& spec);
+  /// False if no such incarnation is known.
+  bool remove(const std::string& name, std::uint64_t incarnation);
+  /// All indexed blocks of the worker are gone at once.
+  void clear_index(Worker& worker);
+
+  [[nodiscard]] Worker* find(const std::string& name, std::uint64_t incarnation) noexcept;
+  [[nodiscard]] Worker* get(WorkerRef ref) noexcept {
+    return ref.slot < workers_.size() && workers_[ref.slot].epoch == ref.epoch && ref.epoch != 0 ? &workers_[ref.slot]
+                                                                                                 : nullptr;
+  }
+  [[nodiscard]] const Worker* get(WorkerRef ref) const noexcept { return const_cast<WorkerTable*>(this)->get(ref); }
+  [[nodiscard]] WorkerRef ref(const Worker& worker) const noexcept {
+    return {static_cast<std::uint32_t>(&worker - workers_.data()), worker.epoch};
+  }
+  [[nodiscard]] WorkerRef by_index_slot(std::uint32_t slot) const noexcept;
+
+  void report(Worker& worker, const LoadReport& load);
+
+  /// Slots of a pool's workers, in the order of their arrival. Empty for an unknown pool.
+  [[nodiscard]] const std::vector<std::uint32_t>& of_pool(std::uint32_t pool) const noexcept;
+  [[nodiscard]] const Worker& at(std::uint32_t slot) const noexcept { return workers_[slot]; }
+  [[nodiscard]] Worker& at(std::uint32_t slot) noexcept { return workers_[slot]; }
+  [[nodiscard]] std::size_t size() const noexcept { return by_name_.size(); }
+  [[nodiscard]] std::size_t slots() const noexcept { return workers_.size(); }
+
+  /// Number of a pool's name; the same name gives the same number for ever.
+  std::uint32_t pool_id(const std::string& name);
+
+  /// Rises with everything that may let a waiting request be placed.
+  [[nodiscard]] std::uint64_t version() const noexcept { return version_; }
+  void touch() noexcept { ++version_; }
+
+  /// Reservations that live workers hold.
+  [[nodiscard]] std::uint64_t reservations() const noexcept;
+
+ private:
+  void attach(std::uint32_t slot, const std::string& pool);
+  void detach(std::uint32_t slot);
+
+  prefix::PrefixIndex& index_;
+  std::vector<Worker> workers_;
+  std::vector<std::uint32_t> free_;
+  std::unordered_map<std::string, std::uint32_t> by_name_;
+  std::unordered_map<std::string, std::uint32_t> pool_ids_;
+  std::unordered_map<std::string, std::uint32_t> fingerprint_ids_;
+  std::vector<std::vector<std::uint32_t>> pools_;
+  std::vector<WorkerRef> index_owner_;  // by index slot
+  std::uint64_t next_epoch_ = 1;
+  std::uint64_t version_ = 0;
+};
+
+}  // namespace twinpool::placement
