@@ -218,20 +218,31 @@ class TransferAgent(Protocol):
 class TransferObserver(Protocol):
     """What the transfer layer reports for metrics. Called on the thread where it happens; must not block."""
 
-    def pulled(self, *, blocks: int, size_bytes: int, seconds: float, post_seconds: float) -> None:
+    def pulled(
+        self, *, blocks: int, descriptors: int, size_bytes: int, seconds: float, post_seconds: float
+    ) -> None:
         """Blocks and their generations arrived; ``seconds`` from post to done, ``post_seconds`` in posting."""
 
     def pull_failed(self, fault: Fault) -> None: ...
 
-    def fence_failed(self, reason: str) -> None: ...
+    def fence_failed(self, reason: str) -> None:
+        """A ticket or a read was refused for a :class:`~twinpool.transfer.fence.HandoffFault`."""
 
     def leases_expired(self, count: int) -> None: ...
+
+    def unknown_transfer(self, kind: str) -> None:
+        """A message about a transfer or an attempt that is not known (any more)."""
+
+    def release_unanswered(self) -> None:
+        """The owner did not acknowledge a release in all its tries."""
 
 
 class NullObserver:
     """Reports nothing."""
 
-    def pulled(self, *, blocks: int, size_bytes: int, seconds: float, post_seconds: float) -> None:
+    def pulled(
+        self, *, blocks: int, descriptors: int, size_bytes: int, seconds: float, post_seconds: float
+    ) -> None:
         pass
 
     def pull_failed(self, fault: Fault) -> None:
@@ -241,4 +252,10 @@ class NullObserver:
         pass
 
     def leases_expired(self, count: int) -> None:
+        pass
+
+    def unknown_transfer(self, kind: str) -> None:
+        pass
+
+    def release_unanswered(self) -> None:
         pass

@@ -160,8 +160,13 @@ class OfferBook:
 
     def tick(self, now: float) -> None:
         """Ends what nobody has renewed, also with nothing else going on. Call it at the latest at :meth:`next_wake`."""
-        self._pins.expire(now)
-        expired = [o for o in self._offers.values() if o.expires_at is not None and o.expires_at <= now]
+        unpinned = set(self._pins.expire(now))
+        # Besides those: offers with nothing to pin.
+        expired = [
+            offer
+            for offer in self._offers.values()
+            if offer.transfer_id in unpinned or (offer.expires_at is not None and offer.expires_at <= now)
+        ]
         for offer in expired:
             _log.warning("offer_expired", attempt=str(offer.attempt), transfer=f"{offer.transfer_id:016x}")
             lost = handoff_pb2.LeaseLost(transfer_ids=[offer.transfer_id])
@@ -230,6 +235,7 @@ class OfferBook:
         until = now + self._lease_seconds
         lost = [transfer_id for transfer_id in transfer_ids if not self._renew(reader, transfer_id, until)]
         if lost:
+            self._observer.unknown_transfer("renew")
             self._message(
                 stream, handoff_pb2.ExchangeResponse(lease_lost=handoff_pb2.LeaseLost(transfer_ids=lost))
             )
@@ -257,6 +263,8 @@ class OfferBook:
             known = release.transfer_id in (0, offer.transfer_id)
             if known:
                 self._part_gone(offer, part, success=release.success)
+        if not known:
+            self._observer.unknown_transfer("release")
         released = handoff_pb2.Released(id=release.id, transfer_id=release.transfer_id, known=known)
         self._message(stream, handoff_pb2.ExchangeResponse(released=released))
 

@@ -26,6 +26,7 @@ from twinpool.transfer.base import (
     TransferObserver,
 )
 from twinpool.transfer.pull import Pull, PullOutcome
+from twinpool.transfer.spans import count_runs
 
 _log = get_logger(__name__)
 
@@ -253,6 +254,7 @@ class TransferPump:
             return
         self._observer.pulled(
             blocks=len(pull.remote),
+            descriptors=count_runs(pull.remote, pull.local),
             size_bytes=len(pull.remote) * self._block_bytes,
             seconds=outcome.seconds,
             post_seconds=outcome.post_seconds,

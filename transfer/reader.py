@@ -201,6 +201,7 @@ class PullManager:
             # It was aborted here, or never asked for: either way the owner must not hold blocks for it.
             if (owner, attempt) not in self._releases:
                 _log.info("ticket_of_unknown_attempt", owner=str(owner), attempt=str(attempt))
+                self._observer.unknown_transfer("ticket")
                 self._release(owner, attempt, message.transfer_id, success=False)
             return
         ticket = self._parse(session, message)
@@ -295,6 +296,7 @@ class PullManager:
 
     def _repeat(self, key: tuple[WorkerKey, AttemptKey], release: _Release) -> None:
         if release.tries >= RELEASE_TRIES:
+            self._observer.release_unanswered()
             _log.warning("release_not_acknowledged", owner=str(key[0]), attempt=str(key[1]))
             del self._releases[key]
             return

@@ -31,6 +31,13 @@ def cover(blocks: Blocks, gap: int = MERGE_GAP) -> tuple[Blocks, NDArray[np.int6
     return entries, np.searchsorted(entries, blocks)
 
 
+def count_runs(remote: Blocks, local: Blocks) -> int:
+    """Descriptors that a read of ``remote[i]`` into ``local[i]`` takes when neighbours on both sides are joined."""
+    if len(remote) == 0:
+        return 0
+    return 1 + int(np.count_nonzero((np.diff(remote) != 1) | (np.diff(local) != 1)))
+
+
 class Landing:
     """First-fit allocator of runs of entries in a fixed array. Not thread-safe."""
 

@@ -78,7 +78,10 @@ def test_bytes_and_generations_are_the_owners(reader: Worker) -> None:
         for remote, local in (
             (blocks(5), blocks(9)),
             (blocks(3, 4, 5, 7), blocks(10, 11, 12, 20)),
-            (random.permutation(NUM_BLOCKS).astype(np.int32), random.permutation(NUM_BLOCKS).astype(np.int32)),
+            (
+                random.permutation(NUM_BLOCKS).astype(np.int32),
+                random.permutation(NUM_BLOCKS).astype(np.int32),
+            ),
         ):
             reader.pool[:] = 0
             done, fenced = start(reader, peer, remote, local)
