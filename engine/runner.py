@@ -126,7 +126,7 @@ def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[Sequen
     """Puts flat draws, each sequence's siblings behind it, in their places in the plan."""
     tokens = np.zeros(len(draws), np.int32)
     entries = drawn.logprobs
-    logprobs: list[TokenLogprobs | None] | None = None if entries is None else [None] * len(draws)
+    logprobs: list[TokenLogprobs | None] = [None] * len(draws)
     siblings: dict[int, list[Drawn]] = {}
     failed: list[int] = []
     at = 0
@@ -136,7 +136,7 @@ def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[Sequen
             failed.append(index)
         else:
             tokens[index] = drawn.tokens[at]
-            if entries is not None and logprobs is not None:
+            if entries is not None:
                 logprobs[index] = entries[at]
             if end > at + 1:
                 siblings[index] = [
@@ -146,4 +146,4 @@ def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[Sequen
         at = end
     if failed:
         log.error("logits_not_finite", sequences=len(failed))
-    return StepResult(tokens, logprobs, siblings, tuple(failed))
+    return StepResult(tokens, logprobs if entries is not None else None, siblings, tuple(failed))
