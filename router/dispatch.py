@@ -213,7 +213,7 @@ class WorkerSession:
 
     async def _stream_once(self, channel: grpc.aio.Channel) -> tuple[bool, str]:
         """One stream from Hello to its end. Returns whether the worker welcomed us, and why it ended."""
-        call: Call = worker_pb2_grpc.WorkerServiceStub(channel).Session()  # type: ignore[assignment]
+        call: Call = worker_pb2_grpc.WorkerServiceStub(channel).Session()
         writer: asyncio.Task[None] | None = None
         welcomed = False
         cause = "the worker closed the stream"
@@ -258,14 +258,23 @@ class WorkerSession:
     async def _read(self, call: Call) -> None:
         while True:
             message = await call.read()
-            if message is grpc.aio.EOF:
+            if not isinstance(message, pb.SessionResponse):
                 code = await call.code()
                 if code is not grpc.StatusCode.OK:
                     raise _RefusedError(f"{code.name}: {await call.details()}")
                 return
-            self._route(message)  # type: ignore[arg-type]
+            self._apply(message)
 
     # --- from the worker ------------------------------------------------------------------
+
+    def _apply(self, response: pb.SessionResponse) -> None:
+        """Routes a message. A fault of ours in applying it must not end the stream that others share."""
+        try:
+            self._route(response)
+        except Exception as error:
+            log.exception(
+                "message_not_applied", kind=response.WhichOneof("message"), type=type(error).__name__
+            )
 
     def _route(self, response: pb.SessionResponse) -> None:
         kind = response.WhichOneof("message")

@@ -104,20 +104,17 @@ def decode_command(
     attempt: worker.AttemptId,
     owner: worker.WorkerId,
     owner_endpoint: str,
-    remaining: float | None,
 ) -> worker.DecodeCommand:
-    """The decode leg's command. ``remaining`` is what is left until the deadline, in seconds; None: no deadline."""
-    command = worker.DecodeCommand(
+    """The decode leg's command. Its deadline is what is left of the client's now."""
+    return worker.DecodeCommand(
         id=attempt,
         prompt=prompt_spec(prepared),
         draw=draw_spec(prepared),
         owner=owner,
         owner_endpoint=owner_endpoint,
         priority=prepared.priority,
+        deadline=prepared.deadline.to_proto(),
     )
-    if remaining is not None:
-        command.deadline.FromNanoseconds(max(0, int(remaining * 1e9)))
-    return command
 
 
 def prefill_command(
@@ -125,17 +122,14 @@ def prefill_command(
     attempt: worker.AttemptId,
     reader: worker.WorkerId,
     reader_cached_blocks: int,
-    remaining: float | None,
 ) -> worker.PrefillCommand:
     """The prefill leg's command. ``reader_cached_blocks`` is what the decode worker said when it reserved."""
-    command = worker.PrefillCommand(
+    return worker.PrefillCommand(
         id=attempt,
         prompt=prompt_spec(prepared),
         draw=draw_spec(prepared),
         reader=reader,
         reader_cached_blocks=reader_cached_blocks,
         priority=prepared.priority,
+        deadline=prepared.deadline.to_proto(),
     )
-    if remaining is not None:
-        command.deadline.FromNanoseconds(max(0, int(remaining * 1e9)))
-    return command

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request after validation: everything that the later hops need, with all defaults filled in."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from twinpool.rpc import Deadline
 from twinpool.v1 import inference_pb2 as inference
 
 
@@ -24,8 +25,14 @@ class Group:
     vocab_size: int
     block_tokens: int
     max_context_tokens: int
+    num_blocks: int
     eos_token_ids: tuple[int, ...]
     model_path: str
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit into the KV pool of its smallest worker, even when that is idle."""
+        return self.num_blocks * self.block_tokens
 
     @property
     def label(self) -> str:
@@ -55,8 +62,8 @@ class Prepared:
     """A request that is ready for admission.
 
     ``request_id`` is minted by the router and unique in the cluster; ``client_id`` is what the client called it.
-    ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``; ``arrival`` and ``deadline`` are seconds
-    of the event loop's clock, ``deadline`` 0 if there is none.
+    ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``. ``arrival`` and ``tokenized`` are
+    ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored.
     """
 
     request_id: str
@@ -78,8 +85,7 @@ class Prepared:
     size_bytes: int
     arrival: float
     tokenized: float
-    deadline: float = 0.0
-    eos_token_ids: frozenset[int] = field(default=frozenset())
+    deadline: Deadline
 
     @property
     def prompt_tokens(self) -> int:

@@ -65,6 +65,11 @@ class Choice:
         """Whether the workers have drawn its last token."""
         return self._worker_finish != _RUNNING or self.finish != _RUNNING
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the decode worker has ended it by itself."""
+        return self._worker_finish != _RUNNING
+
     def push(
         self,
         token_id: int,
@@ -74,6 +79,8 @@ class Choice:
     ) -> bool:
         """Takes a token. False if it is one too many (a repeat, or one after the end); raises INTERNAL for a gap."""
         if self.drawn or offset < self.received:
+            # A choice that ended at a stop string is drawn on by the worker, until it is told or ends by itself.
+            self._worker_finish = self._worker_finish or finish
             return False
         if offset > self.received:
             raise TwinpoolError(
@@ -192,6 +199,11 @@ class Answer:
     def drawn(self) -> bool:
         """Whether the workers have drawn every choice's last token."""
         return all(choice.drawn for choice in self.choices)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the workers have ended every choice by themselves: nothing is left to stop."""
+        return all(choice.exhausted for choice in self.choices)
 
     @property
     def finished(self) -> bool:

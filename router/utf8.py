@@ -8,9 +8,9 @@ request.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -46,7 +46,7 @@ class Unparsed:
         return TwinpoolError("INVALID_TEXT", f"{field} is not valid UTF-8", field=field)
 
 
-def lenient(kind: type[_Request]) -> Callable[[bytes], "_Request | Unparsed"]:
+def lenient(kind: type[_Request]) -> Callable[[bytes], _Request | Unparsed]:
     """A request deserialiser for gRPC that never raises."""
 
     def parse(raw: bytes) -> _Request | Unparsed:
@@ -107,7 +107,7 @@ def _skip(raw: bytes, at: int, wire_type: int) -> tuple[bytes, int]:
     return (raw[at : at + size] if wire_type == _BYTES else b""), at + size
 
 
-def _invalid_text(raw: bytes, descriptor: Descriptor, path: str, depth: int) -> str | None:
+def _invalid_text(raw: bytes, descriptor: Any, path: str, depth: int) -> str | None:
     """Dotted path of the first string field that is not UTF-8, or None."""
     if depth > _MAX_DEPTH:
         raise _MalformedError

@@ -158,6 +158,16 @@ def check_token_ids(tokens: NDArray[np.uint32], group: Group) -> NDArray[np.int3
     return tokens.astype(np.int32)
 
 
+def check_vocabulary(tokens: NDArray[np.int32], field: str, group: Group) -> None:
+    """Raises if the router's tokenizer gave an id that the model does not have: their files differ."""
+    if len(tokens) and int(tokens.max()) >= group.vocab_size:
+        raise TwinpoolError(
+            "TOKEN_OUT_OF_VOCABULARY",
+            f"{field} has a token of id {int(tokens.max())}; the limit is {group.vocab_size - 1}",
+            field=field,
+        )
+
+
 def check_length(tokens: int, params: Params, field: str, limits: RouterSection, group: Group) -> int:
     """Raises if a prompt of ``tokens`` is empty or too long; returns the most tokens that the answer may have."""
     if tokens == 0:
@@ -171,8 +181,8 @@ def check_length(tokens: int, params: Params, field: str, limits: RouterSection,
             field=field,
             metadata={"limit": most},
         )
-    left = group.max_context_tokens - tokens
-    if params.max_tokens > left:
+    left = min(group.max_context_tokens, group.capacity_tokens) - tokens
+    if params.max_tokens > group.max_context_tokens - tokens:
         raise TwinpoolError(
             "CONTEXT_LIMIT_EXCEEDED",
             f"the prompt of {tokens} tokens and stop.max_tokens of {params.max_tokens} make "
@@ -180,6 +190,7 @@ def check_length(tokens: int, params: Params, field: str, limits: RouterSection,
             field="stop.max_tokens",
             metadata={"limit": group.max_context_tokens},
         )
+    _check_capacity(tokens, params, group)
     allowed = params.max_tokens or min(left, limits.max_output_tokens)
     if params.min_tokens > allowed:
         raise TwinpoolError(
@@ -188,6 +199,19 @@ def check_length(tokens: int, params: Params, field: str, limits: RouterSection,
             field="stop.min_tokens",
         )
     return allowed
+
+
+def _check_capacity(tokens: int, params: Params, group: Group) -> None:
+    """Raises for a request that would wait for ever: no pool of the group holds it, however idle."""
+    # A decode worker reserves one block beyond the prompt.
+    need = max(-(-tokens // group.block_tokens) + 1, -(-(tokens + params.max_tokens) // group.block_tokens))
+    if need > group.num_blocks:
+        raise TwinpoolError(
+            "REQUEST_EXCEEDS_CAPACITY",
+            f"the prompt of {tokens} tokens and stop.max_tokens of {params.max_tokens} need {need} KV blocks of "
+            f"{group.block_tokens}; the limit is {group.num_blocks}",
+            metadata={"limit": group.num_blocks},
+        )
 
 
 def _check_sampling(given: inference.SamplingParams, group: Group, seed: int) -> inference.SamplingParams:

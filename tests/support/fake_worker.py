@@ -7,7 +7,7 @@ saw and what it still holds can be asked at any time.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 
 import grpc
@@ -31,6 +31,7 @@ def counting_token(prompt: "Job", choice: int, offset: int) -> int:
 class Script:
     """What a fake worker does. It may be changed at any time; a command reads it when it comes.
 
+    ``report_seconds``: by so much prefill tells its reader before it tells the router.
     ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
     ``fail_after_tokens``: decode fails with ``fail_reason`` once a choice has so many tokens. ``silent``: messages that
     are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
@@ -49,6 +50,8 @@ class Script:
     fail_after_tokens: int | None = None
     fail_reason: "pb.FailureReason.ValueType" = pb.FAILURE_REASON_INTERNAL
     cancel_seconds: float = 0.0
+    extra_first_token: bool = False
+    report_seconds: float = 0.0
     token: "Callable[[Job, int, int], int]" = counting_token
     silent: set[str] = field(default_factory=set)
 
@@ -142,6 +145,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.sessions: list[_Session] = []
         self.port = 0
         self._fields: dict[str, object] = record
+        self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
         fabric.workers.append(self)
 
@@ -245,8 +249,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             elif kind == "cancel":
                 key = (request.cancel.id.request_id, request.cancel.id.attempt)
                 self.cancels.append(key)
-                asyncio.create_task(self._cancel(session, key))
+                self._background(self._cancel(session, key))
         session.outbox.put_nowait(None)
+
+    def _background(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _start(self, session: _Session, command, run) -> None:  # type: ignore[no-untyped-def]
         key = (command.id.request_id, command.id.attempt)
@@ -282,12 +291,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._fail(session, job, script.fail_prefill)
             return
         tokens = [job.first_token(script, choice) for choice in range(job.draw.n)]
+        if script.extra_first_token:
+            tokens.append(tokens[0])
+        handed = self.fabric.of(job.key)
+        if script.report_seconds and not handed.done():
+            handed.set_result(tokens)
+        await asyncio.sleep(script.report_seconds)
         if "prefill_done" not in script.silent:
             done = pb.PrefillDone(
                 id=command.id, first_tokens=tokens, cached_tokens=script.prefill_cached_tokens
             )
             session.send(prefill_done=done)
-        handed = self.fabric.of(job.key)
         if not handed.done():
             handed.set_result(tokens)
 
@@ -321,7 +335,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         session.running[job.key] = job
         if len(session.running) == 1:
-            asyncio.create_task(self._steps(session))
+            self._background(self._steps(session))
 
     def _released(self, key: AttemptKey) -> None:
         """The reader has all: the owner's part of the attempt ends."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input is refused with the reason of its kind and a message that names field, value and limit."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ from twinpool.router.validate import (
 )
 from twinpool.v1 import inference_pb2 as pb
 
-GROUP = Group("default", "fake", "fp", "llama", 258, 16, 128, (257,), "/models/fake")
+GROUP = Group("default", "fake", "fp", "llama", 258, 16, 128, 64, (257,), "/models/fake")
 LIMITS = RouterSection(
     max_prompt_chars=1000, max_stop_string_chars=8, max_output_tokens=100, max_tenant_chars=8
 )
@@ -207,6 +208,16 @@ def test_lengths_at_the_limit() -> None:
             LIMITS,
             GROUP,
         )
+
+
+def test_what_no_pool_holds_is_refused_at_once() -> None:
+    small = dataclasses.replace(GROUP, num_blocks=4)
+    assert check_length(48, params(), "text", LIMITS, small) == 16, "the default is what the pool leaves"
+    for tokens, max_tokens in ((49, 0), (40, 25)):
+        wanted = params(lambda r, most=max_tokens: setattr(r.stop, "max_tokens", most) if most else None)
+        with pytest.raises(TwinpoolError, match="need 5 KV blocks of 16; the limit is 4") as caught:
+            check_length(tokens, wanted, "text", LIMITS, small)
+        assert caught.value.reason == "REQUEST_EXCEEDS_CAPACITY"
 
 
 def test_token_ids_outside_the_vocabulary() -> None:

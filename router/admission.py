@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives the C++ core from the event loop: one caller, one clock, one timer.
+
+Everything that changes the core goes through here, on the loop's thread. Planning is put off to the end of the current
+loop turn, so that requests and events that come together are planned together; load is reserved inside the core in the
+moment a pair is chosen.
+"""
+
+import asyncio
+import time
+from typing import Final, Protocol
+
+from twinpool import metrics
+from twinpool._core import Action, AdmissionConfig, RouterCore, Transition
+from twinpool.config import RouterSection
+from twinpool.errors import TwinpoolError
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.router.request import Group, Prepared
+from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
+
+log = get_logger(__name__)
+
+# A timer that is off by so much is not worth a wake-up of its own.
+_TIMER_SLACK_SECONDS: Final = 0.001
+_LONGEST_TIMER_SECONDS: Final = 3600.0
+
+
+class Admitted(Protocol):
+    """What a waiting request hears from admission."""
+
+    def on_placed(self, action: Action) -> None:
+        """A pair was chosen and its load is reserved."""
+
+    def on_preempted(self, action: Action) -> None:
+        """The core has taken the pair away for a request of higher priority."""
+
+    def on_ended(self, action: Action) -> None:
+        """The core ended the request (its deadline, or its time in the queue)."""
+
+
+def core_config(limits: RouterSection) -> AdmissionConfig:
+    """The core's limits from the configuration."""
+    return AdmissionConfig(
+        max_queue_requests=limits.max_queue_requests,
+        max_queue_tokens=limits.max_queue_tokens,
+        max_queue_bytes=limits.max_queue_bytes,
+        queue_ttl_seconds=limits.queue_ttl_seconds,
+        max_attempts=limits.max_attempts,
+        ageing_seconds=limits.ageing_seconds,
+        max_tenant_requests=limits.max_tenant_requests,
+        tenant_tokens_per_second=limits.tenant_tokens_per_second,
+        tenant_burst_tokens=limits.tenant_burst_tokens,
+        prefill_window_tokens=limits.prefill_window_tokens,
+        transfer_window_requests=limits.transfer_window_requests,
+    )
+
+
+class Admission:
+    """The core and those who wait for its actions."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self.core = core
+        self._waiting: dict[int, Admitted] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._planned = False
+
+    def close(self) -> None:
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._planned = True
+
+    @property
+    def active(self) -> int:
+        """Requests that have not been forgotten."""
+        return len(self._waiting)
+
+    # --- requests -------------------------------------------------------------------------
+
+    def submit(self, prepared: Prepared, owner: Admitted) -> int:
+        """Hands a request to the core and returns the core's number for it. Raises the core's refusal."""
+        submission = self.core.submit(
+            time.monotonic(),
+            prepared.request_id,
+            prepared.group.label,
+            prepared.prompt_tokens,
+            prepared.max_tokens,
+            prepared.hashes,
+            n=prepared.n,
+            priority=prepared.priority,
+            tenant=prepared.tenant,
+            deadline=prepared.deadline.at or 0.0,
+            bytes=prepared.size_bytes,
+        )
+        if not submission.accepted:
+            metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()
+            raise refusal(submission.reason, submission.limit, submission.retry_after)
+        self._waiting[submission.request] = owner
+        self.kick()
+        return submission.request
+
+    def advance(self, request: int, attempt: int, event: str, detail: str = "") -> Transition:
+        """Applies an event of an attempt."""
+        transition = self.core.advance(time.monotonic(), request, attempt, event, detail)
+        if not transition.applied:
+            log.debug("event_not_applied", fsm_event=event, state=transition.state, attempt=attempt)
+        self.kick()
+        return transition
+
+    def forget(self, request: int) -> None:
+        """Ends the router's interest in a request that has reached a terminal state."""
+        if self._waiting.pop(request, None) is not None:
+            self.core.forget(request)
+
+    # --- workers --------------------------------------------------------------------------
+
+    def upsert_worker(
+        self, key: WorkerKey, group: Group, role: str, state: str, record: control_pb2.WorkerRecord
+    ) -> None:
+        """A worker that can be reached, or a change of it."""
+        self.core.upsert_worker(
+            time.monotonic(),
+            key.name,
+            key.incarnation,
+            group.label,
+            role,
+            state,
+            record.fingerprint,
+            record.num_blocks,
+            record.block_tokens,
+            record.max_num_seqs,
+        )
+        self.kick()
+
+    def remove_worker(self, key: WorkerKey) -> None:
+        """A worker that is registered no more."""
+        self.core.remove_worker(time.monotonic(), key.name, key.incarnation)
+        self.kick()
+
+    def quarantine(self, key: WorkerKey, seconds: float) -> None:
+        """Gives a worker no work for so long; 0 ends its quarantine."""
+        now = time.monotonic()
+        self.core.quarantine(now, key.name, key.incarnation, now + seconds)
+        self.kick()
+
+    def report_load(self, key: WorkerKey, report: worker_pb2.LoadReport) -> None:
+        """What a worker says of itself."""
+        self.core.report_load(
+            time.monotonic(),
+            key.name,
+            key.incarnation,
+            report.running_requests,
+            report.waiting_requests,
+            report.waiting_prefill_tokens,
+            report.available_blocks,
+            report.step_time.ToNanoseconds() / 1e9,
+        )
+        self.kick()
+
+    def observe_prefill(self, key: WorkerKey, prompt_tokens: int, done: worker_pb2.PrefillDone) -> None:
+        """What a prefill really took: the cost model learns from it."""
+        self.core.observe_prefill(
+            key.name,
+            key.incarnation,
+            prompt_tokens - done.cached_tokens,
+            done.cached_tokens,
+            done.compute_time.ToNanoseconds() / 1e9,
+        )
+
+    def observe_transfer(self, key: WorkerKey, stats: inference_pb2.HandoffStats) -> None:
+        """What a pull really took."""
+        self.core.observe_transfer(
+            key.name, key.incarnation, stats.blocks, stats.read_time.ToNanoseconds() / 1e9
+        )
+
+    # --- planning -------------------------------------------------------------------------
+
+    def kick(self) -> None:
+        """Plans at the end of this loop turn."""
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._plan)
+
+    def _plan(self) -> None:
+        self._planned = False
+        now = time.monotonic()
+        actions = self.core.plan(now)
+        metrics.ROUTER_PLAN_TIME.observe(time.monotonic() - now)
+        for action in actions:
+            owner = self._waiting.get(action.request)
+            if owner is None:
+                log.error("action_without_owner", kind=action.kind, request=action.request)
+            elif action.kind == "place":
+                owner.on_placed(action)
+            elif action.kind == "preempt":
+                owner.on_preempted(action)
+            else:
+                owner.on_ended(action)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = time.monotonic()
+        wake = self.core.next_wake(now)
+        if wake is not None and not self._planned:
+            delay = min(max(wake - now, _TIMER_SLACK_SECONDS), _LONGEST_TIMER_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._plan)
+
+
+def refusal(reason: str, limit: str, retry_after: float) -> TwinpoolError:
+    """A refusal of the core as an error of the table."""
+    metadata = {"limit": limit} if limit else None
+    return TwinpoolError(reason, retry_after=retry_after or None, metadata=metadata)

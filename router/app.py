@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router put together: the core, the hops around it, and the gRPC server."""
+
+import asyncio
+from functools import partial
+
+from twinpool import metrics
+from twinpool._core import RouterCore
+from twinpool.config import TwinpoolConfig
+from twinpool.ids import new_incarnation
+from twinpool.logs import get_logger
+from twinpool.membership import EventKind, MemberEvent
+from twinpool.router.admission import Admission, core_config
+from twinpool.router.background import Background
+from twinpool.router.lifecycle import Hops
+from twinpool.router.locality import Locality
+from twinpool.router.models import ModelTable
+from twinpool.router.placement import Fleet
+from twinpool.router.service import SERVICE, InferenceService, register
+from twinpool.router.tokenize import TokenizeHop
+from twinpool.rpc import Server, channel, join_address
+from twinpool.v1 import control_pb2
+from twinpool.v1 import worker_pb2 as pb
+
+log = get_logger(__name__)
+
+HOUSEKEEPING_SECONDS = 0.5
+
+
+class Router:
+    """Start once, stop once, both on the same event loop. Workers come by ``on_member``."""
+
+    def __init__(self, config: TwinpoolConfig, name: str) -> None:
+        self.config = config
+        self.name = name
+        self.incarnation = new_incarnation()
+        self.endpoint = ""
+        self.core = RouterCore(core_config(config.router))
+        self.background = Background()
+        self.admission = Admission(self.core)
+        self.tokenize = TokenizeHop(config.router)
+        self.models = ModelTable(self.tokenize, config.model.path)
+        self.locality = Locality(self.core)
+        self.fleet = Fleet(
+            config,
+            self.admission,
+            self.models,
+            self.locality,
+            self.background,
+            partial(channel, config=config.rpc, tls=config.tls),
+            pb.Hello(router=name, incarnation=self.incarnation),
+        )
+        hops = Hops(config.router, self.admission, self.fleet, self.locality, self.background)
+        self.service = InferenceService(config, hops, self.models, self.tokenize)
+        self._server = Server(config.rpc, config.tls, max_message_bytes=config.router.max_message_bytes)
+        self._housekeeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Binds and serves; returns host:port. Raises PORT_UNAVAILABLE."""
+        self._server.add(SERVICE, register, self.service)
+        port = self._server.bind(self.config.router.host, self.config.router.port)
+        await self._server.start()
+        self.endpoint = join_address(self.config.router.host, port)
+        self._housekeeper = asyncio.get_running_loop().create_task(self._keep_house())
+        return self.endpoint
+
+    async def serve(self) -> None:
+        """The view of the workers is complete: health says so."""
+        await self._server.set_serving(True, "")
+        await self._show_health()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Refuses new requests, lets running ones end for ``grace_seconds``, then cancels them; closes all streams."""
+        self.service.drain()
+        await self._server.stop(grace_seconds)
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+        await self.background.drain(self.config.router.cancel_timeout_seconds)
+        self.admission.close()
+        await self.fleet.close()
+        self.models.close()
+        self.tokenize.close()
+
+    def on_member(self, event: MemberEvent[control_pb2.WorkerRecord]) -> None:
+        """A worker came, changed or went."""
+        if event.kind is EventKind.REMOVED:
+            self.fleet.remove(event.record)
+        else:
+            self.fleet.upsert(event.record)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            self.fleet.reap()
+            stats = self.core.stats()
+            metrics.ROUTER_REQUESTS_WAITING.set(stats["queued"])
+            metrics.ROUTER_QUEUE_TOKENS.set(stats["queued_tokens"])
+            metrics.ROUTER_INDEX_BLOCKS.set(stats["index_blocks"])
+            metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
+            await self._show_health()
+
+    async def _show_health(self) -> None:
+        await self._server.set_serving(self.models.servable, SERVICE)

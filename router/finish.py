@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first and the last event of an answer."""
+
+from typing import TYPE_CHECKING
+
+from twinpool import metrics
+from twinpool.router.request import Prepared
+from twinpool.router.timing import HopClock
+from twinpool.v1 import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from twinpool.router.lifecycle import Attempt
+
+
+def started_event(prepared: Prepared) -> pb.GenerateResponse:
+    """The request was accepted and placed."""
+    metrics.ROUTER_PROMPT_TOKENS.inc(prepared.prompt_tokens)
+    metrics.ROUTER_REQUEST_PROMPT_TOKENS.observe(prepared.prompt_tokens)
+    return pb.GenerateResponse(
+        started=pb.GenerateStarted(
+            request_id=prepared.client_id,
+            model=prepared.group.model,
+            prompt_tokens=prepared.prompt_tokens,
+            seed=prepared.sampling.seed,
+        )
+    )
+
+
+def finished_event(prepared: Prepared, attempt: "Attempt", clock: HopClock) -> pb.GenerateResponse:
+    """Every choice has ended: reasons, counts, times, and who did it."""
+    answer = attempt.answer
+    assert attempt.prefill_done is not None
+    assert attempt.reserved is not None
+    cached = min(attempt.reserved.cached_blocks * prepared.group.block_tokens, prepared.prompt_tokens)
+    tokens = answer.completion_tokens
+    metrics.ROUTER_GENERATION_TOKENS.inc(tokens)
+    metrics.ROUTER_REQUEST_GENERATION_TOKENS.observe(tokens)
+    for choice in answer.choices:
+        metrics.ROUTER_REQUEST_SUCCESS.labels(_REASONS.get(choice.finish, "unknown")).inc()
+    return pb.GenerateResponse(
+        finished=pb.GenerateFinished(
+            choices=answer.summaries(),
+            usage=pb.Usage(
+                prompt_tokens=prepared.prompt_tokens,
+                completion_tokens=tokens,
+                cached_tokens=attempt.prefill_done.cached_tokens,
+                decode_cached_tokens=cached,
+            ),
+            timings=clock.finish(tokens // prepared.n),
+            handoff=attempt.handoff,
+            prefill_worker=attempt.prefill.name,
+            decode_worker=attempt.decode.name,
+            attempts=attempt.number,
+        )
+    )
+
+
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}

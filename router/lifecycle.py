@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request from arrival to end, as one readable file.
+
+    submit -> placed -> decode reserves -> prefill -> first token -> hand-off -> decode -> finish
+
+Each hop is one event of the core's state machine, one histogram and one entry of the answer's timings (``timing``).
+Workers' messages come as calls to ``Attempt`` and are applied at once; the client's own coroutine (``Lifecycle.run``)
+only takes what is ready and writes it, so a slow client slows nobody else.
+
+The two legs of an attempt share one fate. The first failure is told to the state machine, which decides whether the
+request is placed anew (only while the client has no token); the other leg is cancelled, and the next attempt starts when
+both workers have acknowledged that they hold nothing, or the wait for that ran out.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from twinpool import metrics
+from twinpool._core import Action
+from twinpool.config import RouterSection
+from twinpool.errors import TwinpoolError
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.router.admission import Admission
+from twinpool.router.background import Background
+from twinpool.router.dispatch import Leg
+from twinpool.router.fields import decode_command, prefill_command, worker_id
+from twinpool.router.finish import finished_event, started_event
+from twinpool.router.locality import Locality
+from twinpool.router.outcome import Outcome, core_error, found, lost, said_by
+from twinpool.router.placement import Fleet
+from twinpool.router.request import Prepared
+from twinpool.router.stream import Answer
+from twinpool.router.timing import DECODE, HANDOFF, PREFILL, QUEUE, RESERVE, Hop, HopClock
+from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import worker_pb2 as worker
+
+log = get_logger(__name__)
+
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+# About a block: a call of the core for each token would cost more than it tells.
+_TOKENS_A_REPORT: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """What a request passes through."""
+
+    limits: RouterSection
+    admission: Admission
+    fleet: Fleet
+    locality: Locality
+    background: Background
+
+
+class Attempt:
+    """One placement: its two legs, and what they have said. Implements ``dispatch.LegEvents``."""
+
+    def __init__(self, request: "Lifecycle", action: Action) -> None:
+        self.number = action.attempt
+        self.prefill = WorkerKey(*action.prefill)
+        self.decode = WorkerKey(*action.decode)
+        self.predicted_blocks = action.predicted_cached_blocks
+        self.answer: Answer = request.new_answer()
+        self.over = False
+        self.reserved: worker.Reserved | None = None
+        self.prefill_done: worker.PrefillDone | None = None
+        self.handoff: pb.HandoffStats | None = None
+        self._request = request
+        self._id = worker.AttemptId(request_id=request.prepared.request_id, attempt=action.attempt)
+        self._legs: dict[WorkerKey, Leg] = {}
+        self._early: list[worker.HandoffDone | worker.StepToken] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- the path -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Placed: the decode worker is asked to reserve."""
+        owner = self._request.hops.fleet.record(self.prefill)
+        if owner is None:
+            self.fail(lost(self.prefill, "prefill", "it is gone"))
+            return
+        command = decode_command(self._request.prepared, self._id, worker_id(self.prefill), owner.endpoint)
+        self._send(self.decode, worker.SessionRequest(decode=command))
+        self._timer = asyncio.get_running_loop().call_later(
+            self._request.hops.limits.reserve_timeout_seconds, self._reserve_timed_out
+        )
+
+    def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
+        """The decode worker holds blocks: prefill may start."""
+        if self.over or self.reserved is not None:
+            return
+        self._stop_timer()
+        self.reserved = message
+        request, prepared = self._request, self._request.prepared
+        cached = min(message.cached_blocks, len(prepared.hashes))
+        request.hop(RESERVE)
+        request.hops.locality.reserved(self.decode, prepared, cached)
+        command = prefill_command(prepared, self._id, worker_id(self.decode), cached)
+        request.tell("prefill_started")
+        self._send(self.prefill, worker.SessionRequest(prefill=command))
+
+    def on_prefill_done(self, leg: Leg, message: worker.PrefillDone) -> None:
+        """The first token of each choice is here; it goes to the client at once."""
+        if self.over or self.prefill_done is not None:
+            return
+        request, prepared = self._request, self._request.prepared
+        if sorted(token.index for token in message.first_tokens) != list(range(prepared.n)):
+            self.fail(found(TwinpoolError("INTERNAL", "prefill did not draw one token for each choice")))
+            return
+        self.prefill_done = message
+        request.hop(PREFILL)
+        request.hops.admission.observe_prefill(self.prefill, prepared.prompt_tokens, message)
+        request.hops.locality.prefilled(self.prefill, prepared, self.predicted_blocks, message.cached_tokens)
+        for first in message.first_tokens:
+            self._push(first, 0)
+        early, self._early = self._early, []
+        for event in early:
+            if isinstance(event, worker.HandoffDone):
+                self.on_handoff_done(leg, event)
+            else:
+                self.on_token(leg, event)
+        self.on_step_end(leg)
+
+    def on_handoff_done(self, leg: Leg, message: worker.HandoffDone) -> None:
+        """The decode worker holds all KV: the prefill worker's part is over."""
+        if self.prefill_done is None:
+            # Its stream was faster than the one with the first token.
+            self._early.append(message)
+        elif self.handoff is None:
+            self.handoff = message.stats
+            self._request.hops.admission.observe_transfer(self.decode, message.stats)
+            self._legs[self.prefill].end()
+            if self.answer.exhausted:
+                # The first tokens were the last ones.
+                self._legs[self.decode].end()
+            if not self.over:
+                self._request.hop(HANDOFF)
+
+    def on_token(self, leg: Leg, token: worker.StepToken) -> None:
+        """A token of a decode step."""
+        if self.prefill_done is None:
+            self._early.append(token)
+        elif self.handoff is None:
+            self.fail(found(TwinpoolError("INTERNAL", "decode drew a token before it held the KV")))
+        else:
+            self._push(token, token.offset)
+
+    def on_step_end(self, leg: Leg) -> None:
+        """All tokens of one message have come."""
+        if self.over or self.prefill_done is None:
+            return
+        if self.handoff is not None and self.answer.exhausted:
+            self._legs[self.decode].end()
+        if self.answer.drawn:
+            # Nothing more will come: the end does not wait for the client to read.
+            self._request.collect()
+        self._request.wake()
+
+    def _push(self, token: worker.FirstToken | worker.StepToken, offset: int) -> None:
+        if self.over:
+            return
+        logprobs = token.logprobs if token.HasField("logprobs") else None
+        try:
+            self.answer.push(token.index, token.token_id, offset, token.finish, logprobs)
+        except TwinpoolError as error:
+            self.fail(found(error))
+
+    def _send(self, key: WorkerKey, message: worker.SessionRequest) -> None:
+        session = self._request.hops.fleet.session(key)
+        if session is None:
+            self.fail(lost(key, self._side(key), "it is gone"))
+        else:
+            self._legs[key] = session.start_leg((self._id.request_id, self.number), message, self)
+
+    # --- the other ends -------------------------------------------------------------------
+
+    def on_failed(self, leg: Leg, message: worker.AttemptFailed) -> None:
+        """A leg refused or failed; the other one shares its fate."""
+        reserving = leg.key == self.decode and self.reserved is None
+        self.fail(said_by(message, leg.key, self._side(leg.key), reserving=reserving))
+
+    def on_lost(self, leg: Leg, cause: str) -> None:
+        """A stream broke. After its first token the prefill worker is needed by the decode worker alone, which
+        either holds all KV by now or will say that its peer is lost."""
+        if leg.key != self.prefill or self.prefill_done is None:
+            self.fail(lost(leg.key, self._side(leg.key), cause))
+
+    def _reserve_timed_out(self) -> None:
+        self.fail(lost(self.decode, "decode", "it did not answer the reservation in time"))
+
+    def fail(self, outcome: Outcome) -> None:
+        """The attempt has failed. Only the first cause counts."""
+        first = not self.over
+        self.stop()
+        if first:
+            self._request.attempt_failed(self, outcome)
+
+    def stop(self) -> None:
+        """Takes no more tokens and asks both workers to drop the attempt."""
+        self.over = True
+        self.answer.drop()
+        self._stop_timer()
+        for leg in self._legs.values():
+            leg.cancel()
+
+    def finish(self) -> None:
+        """The answer is complete. A decode worker that would draw on is stopped; one that only has to pull yet is let
+        finish, since most of the KV has moved by now and the next turn can use it."""
+        self.over = True
+        if not self.answer.exhausted:
+            for leg in self._legs.values():
+                leg.cancel()
+
+    @property
+    def idle(self) -> bool:
+        """Whether both workers hold nothing of it."""
+        return all(leg.ended for leg in self._legs.values())
+
+    async def drained(self, timeout: float) -> None:
+        """Waits until both workers hold nothing of it, at most ``timeout`` seconds."""
+        legs = list(self._legs.values())
+        try:
+            async with asyncio.timeout(timeout):
+                for leg in legs:
+                    await leg.wait_ended()
+        except TimeoutError:
+            late = [leg.key.name for leg in legs if not leg.ended]
+            log.warning("leg_did_not_end", attempt=self.number, workers=late, timeout_seconds=timeout)
+            for leg in legs:
+                leg.cancel()
+                leg.end()
+
+    def _side(self, key: WorkerKey) -> str:
+        return "prefill" if key == self.prefill else "decode"
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Lifecycle:
+    """One request. ``run`` serves it to its end. Implements ``admission.Admitted``."""
+
+    def __init__(self, hops: Hops, prepared: Prepared, new_answer: Callable[[], Answer]) -> None:
+        self.hops = hops
+        self.prepared = prepared
+        self.new_answer = new_answer
+        self.clock = HopClock(prepared.arrival, prepared.tokenized)
+        self.attempt: Attempt | None = None
+        self._request = 0
+        self._over = False
+        self._error: TwinpoolError | None = None
+        self._ready: list[pb.GenerateResponse] = []
+        self._delivered = False
+        self._told_tokens = 0
+        self._wake = asyncio.Event()
+
+    async def run(self, write: Write) -> None:
+        """Serves the request. Raises the one cause if its end is not success."""
+        self._request = self.hops.admission.submit(self.prepared, self)
+        started = False
+        try:
+            while not (self._over and self._error is None and not self._ready):
+                await self._wake.wait()
+                self._wake.clear()
+                self.collect()
+                if self._error is not None:
+                    raise self._error
+                if self.attempt is not None and not started:
+                    started = True
+                    await write(started_event(self.prepared))
+                while self._ready:
+                    messages, self._ready = self._ready, []
+                    for message in messages:
+                        await write(message)
+        finally:
+            self._leave()
+
+    # --- from admission -------------------------------------------------------------------
+
+    def on_placed(self, action: Action) -> None:
+        """A pair was chosen and its load is reserved."""
+        self.clock.mark(QUEUE)
+        metrics.ROUTER_ATTEMPTS.inc()
+        self.attempt = Attempt(self, action)
+        self.attempt.start()
+        self.wake()
+
+    def on_preempted(self, action: Action) -> None:
+        """The core has taken the pair away: the request waits again."""
+        if self.attempt is not None:
+            self.attempt.stop()
+            self.hops.background.start(self._place_anew(self.attempt))
+
+    def on_ended(self, action: Action) -> None:
+        """The core ended the request: its deadline, or its time in the queue."""
+        self._end(core_error(action.cause, action.retry_after))
+
+    # --- from the attempt -----------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is something to write, or to raise."""
+        self._wake.set()
+
+    def hop(self, hop: Hop) -> None:
+        """The request has made a step."""
+        self.clock.mark(hop)
+        self.tell(hop.event)
+
+    def tell(self, event: str, detail: str = "") -> None:
+        """Tells the state machine of the present attempt."""
+        assert self.attempt is not None
+        self.hops.admission.advance(self._request, self.attempt.number, event, detail)
+
+    def collect(self) -> None:
+        """Makes messages of the tokens that wait, and the last one if these were the last."""
+        attempt = self.attempt
+        if attempt is None or attempt.over:
+            return
+        try:
+            messages = attempt.answer.take()
+        except TwinpoolError as error:
+            attempt.fail(found(error))
+            return
+        if messages and self.clock.tokens():
+            self._delivered = True
+            self.tell("delivered")
+        self._ready += messages
+        if attempt.answer.finished:
+            self._finish(attempt)
+        elif attempt.handoff is not None:
+            self._tell_tokens(attempt, _TOKENS_A_REPORT)
+
+    def _tell_tokens(self, attempt: Attempt, at_least: int) -> None:
+        """The core counts tokens to know how far a decode worker's blocks have grown."""
+        new = attempt.answer.completion_tokens - self._told_tokens
+        if new >= at_least:
+            self._told_tokens += new
+            self.tell("token", str(new))
+
+    def _finish(self, attempt: Attempt) -> None:
+        if attempt.handoff is not None:
+            self._tell_tokens(attempt, 1)
+        self.hop(DECODE)
+        self._over = True
+        attempt.finish()
+        if attempt.handoff is not None:
+            outputs = [choice.generated for choice in attempt.answer.choices]
+            self.hops.locality.decoded(attempt.decode, self.prepared, outputs)
+        self._ready.append(finished_event(self.prepared, attempt, self.clock))
+        self.wake()
+
+    # --- the other ends -------------------------------------------------------------------
+
+    def attempt_failed(self, attempt: Attempt, outcome: Outcome) -> None:
+        """An attempt has failed: the state machine decides what follows."""
+        after = self.hops.admission.advance(self._request, attempt.number, outcome.event, outcome.detail)
+        log.info(
+            "attempt_failed",
+            request_id=self.prepared.request_id,
+            attempt=attempt.number,
+            reason=outcome.reason,
+            worker=outcome.worker,
+            state=after.state,
+        )
+        if after.terminal:
+            self._end(outcome.as_error(attempt.number, self._delivered))
+            return
+        metrics.ROUTER_RETRIES.labels(outcome.reason).inc()
+        if after.state == "Retrying":
+            self.hops.background.start(self._place_anew(attempt))
+
+    async def _place_anew(self, attempt: Attempt) -> None:
+        await attempt.drained(self.hops.limits.cancel_timeout_seconds)
+        if not self._over:
+            self.tell("requeue")
+
+    def _end(self, error: TwinpoolError) -> None:
+        if not self._over:
+            self._over = True
+            self._error = error
+            self._ready.clear()
+            if self.attempt is not None:
+                self.attempt.stop()
+            self.wake()
+
+    def _leave(self) -> None:
+        """The client's coroutine ends, well or not: nothing of the request may stay behind anywhere."""
+        if not self._over:
+            self._over = True
+            event = "deadline" if self.prepared.deadline.expired else "cancel"
+            self.hops.admission.advance(self._request, 0, event)
+            if self.attempt is not None:
+                self.attempt.stop()
+        self.hops.admission.forget(self._request)
+        if self.attempt is not None and not self.attempt.idle:
+            self.hops.background.start(self.attempt.drained(self.hops.limits.cancel_timeout_seconds))

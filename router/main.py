@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's process: follows the workers in etcd, registers itself, serves until a signal."""
+
+import asyncio
+import os
+import secrets
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from twinpool import logs, metrics, rpc
+from twinpool.config import TwinpoolConfig
+from twinpool.logs import get_logger
+from twinpool.membership import Registration, WorkerWatch
+from twinpool.router.app import Router
+from twinpool.rpc import join_address, stop_event
+from twinpool.store import connect_store
+from twinpool.v1 import control_pb2
+
+log = get_logger(__name__)
+
+_SYNC_LOG_SECONDS: Final = 5.0
+
+
+def run(config: TwinpoolConfig) -> int:
+    """Runs a router in the foreground until SIGINT or SIGTERM. Returns the exit status."""
+    logs.setup(config.log.level, config.log.as_json)
+    return rpc.run(_run(config))
+
+
+async def _run(config: TwinpoolConfig) -> int:
+    stopping = stop_event()
+    name = config.router.name or f"router-{secrets.token_hex(4)}"
+    logs.bind_context(router=name)
+    metrics_endpoint = ""
+    if config.metrics.enabled:
+        port = metrics.start_http(config.metrics.host, config.metrics.port)
+        metrics_endpoint = join_address(config.metrics.host, port)
+    store = await asyncio.to_thread(connect_store, config.cluster)
+    router = Router(config, name)
+    watch = WorkerWatch(
+        store,
+        config.cluster.name,
+        pool=config.router.pool,
+        on_event=router.on_member,
+        is_alive=router.fleet.reachable,
+    )
+    registration: Registration | None = None
+    try:
+        endpoint = await router.start()
+        await watch.start()
+        registration = Registration(
+            store,
+            config.cluster.name,
+            _record(router, metrics_endpoint),
+            ttl_seconds=config.cluster.lease_ttl_seconds,
+        )
+        await registration.start()
+        log.info("router_serving", endpoint=endpoint, metrics=metrics_endpoint, pid=os.getpid())
+        ready = asyncio.create_task(_serve_when_synced(router, watch))
+        await stopping.wait()
+        ready.cancel()
+        return 0
+    finally:
+        log.info("router_stopping", grace_seconds=config.router.drain_timeout_seconds)
+        if registration is not None:
+            # First, so that clients that look up routers find another one.
+            await registration.stop()
+        await router.stop(config.router.drain_timeout_seconds)
+        await watch.stop()
+        await asyncio.to_thread(store.close)
+        log.info("router_stopped")
+
+
+async def _serve_when_synced(router: Router, watch: WorkerWatch) -> None:
+    while not await watch.wait_synced(_SYNC_LOG_SECONDS):
+        log.warning("waiting_for_store")
+    await router.serve()
+
+
+def _record(router: Router, metrics_endpoint: str) -> control_pb2.RouterRecord:
+    started = Timestamp()
+    started.GetCurrentTime()
+    return control_pb2.RouterRecord(
+        name=router.name,
+        incarnation=router.incarnation,
+        endpoint=router.endpoint,
+        metrics_endpoint=metrics_endpoint,
+        pid=os.getpid(),
+        started_at=started,
+    )

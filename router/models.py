@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models the cluster serves, by which groups of workers, and their tokenizers."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from twinpool.errors import TwinpoolError
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.router.request import Group
+from twinpool.router.tokenize import TokenizeHop
+from twinpool.text import Tokenizer, TokenizerLoadError
+from twinpool.v1 import control_pb2, worker_pb2
+from twinpool.v1 import inference_pb2 as pb
+
+log = get_logger(__name__)
+
+_RELOAD_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+GroupId = tuple[str, str, str]
+
+
+@dataclass(slots=True)
+class _Members:
+    """The workers of one group."""
+
+    records: dict[WorkerKey, control_pb2.WorkerRecord] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    load_error: str = ""
+    loading: asyncio.Task[None] | None = None
+    # Made anew when the membership changes, not for every request.
+    group: Group | None = None
+
+    def ready(self, role: worker_pb2.Role.ValueType) -> int:
+        """Workers of a role that take work."""
+        return sum(
+            record.role == role and record.state == control_pb2.WORKER_STATE_READY
+            for record in self.records.values()
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether a request can be placed at all."""
+        return self.ready(worker_pb2.ROLE_PREFILL) > 0 and self.ready(worker_pb2.ROLE_DECODE) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What answers a request for a model."""
+
+    group: Group
+    tokenizer: Tokenizer
+
+
+def group_id(record: control_pb2.WorkerRecord) -> GroupId:
+    """Workers with equal ids may serve one another's requests."""
+    return record.pool, record.model, record.fingerprint
+
+
+class ModelTable:
+    """Follows the workers; answers which group and which tokenizer a model name means."""
+
+    def __init__(self, tokenize: TokenizeHop, tokenizer_path: str = "") -> None:
+        """``tokenizer_path`` is used where the workers' own path does not exist: a router on another machine."""
+        self._tokenize = tokenize
+        self._tokenizer_path = tokenizer_path
+        self._members: dict[GroupId, _Members] = {}
+        # Of every path that was ever loaded: a model whose last worker restarts is back without a reload.
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._known: set[str] = set()
+
+    def close(self) -> None:
+        """Ends what is still loading."""
+        for members in self._members.values():
+            if members.loading is not None:
+                members.loading.cancel()
+
+    def upsert(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> Group:
+        """Adds or updates a worker and returns its group."""
+        self._drop(key, but=group_id(record))
+        members = self._members.setdefault(group_id(record), _Members())
+        members.records[key] = record
+        members.group = _make_group(members.records.values())
+        self._known.add(record.model)
+        path = self._tokenizer_of(record)
+        members.tokenizer = members.tokenizer or self._tokenizers.get(path)
+        if members.tokenizer is None and (members.loading is None or members.loading.done()):
+            members.loading = asyncio.get_running_loop().create_task(self._load(members, path))
+        return members.group
+
+    def remove(self, key: WorkerKey) -> None:
+        """Forgets a worker."""
+        self._drop(key, but=None)
+
+    def resolve(self, name: str) -> Target:
+        """Who answers for ``name`` ("" if there is only one model). Raises MODEL_NOT_FOUND, NO_WORKERS."""
+        found = [members for members in self._members.values() if _serves(members, name)]
+        if not found:
+            if not self._members or name in self._known:
+                raise TwinpoolError(
+                    "NO_WORKERS", f"no worker of model {name!r} is registered", retry_after=1.0
+                )
+            raise TwinpoolError(
+                "MODEL_NOT_FOUND",
+                f"model is {name!r}; the limit is one of {', '.join(self.names())}",
+                field="model",
+            )
+        if not name and len(self.names()) > 1:
+            raise TwinpoolError(
+                "INVALID_ARGUMENT",
+                f"model is empty; the limit is one of {', '.join(self.names())}",
+                field="model",
+            )
+        best = max(found, key=lambda members: (members.complete, len(members.records)))
+        if best.tokenizer is None:
+            what = (
+                f"its tokenizer cannot be loaded: {best.load_error}" if best.load_error else "it is loading"
+            )
+            raise TwinpoolError("NO_WORKERS", f"model {name!r} is not ready: {what}", retry_after=1.0)
+        assert best.group is not None
+        return Target(best.group, best.tokenizer)
+
+    def names(self) -> list[str]:
+        """Names of the models, in order."""
+        return sorted({model for _, model, _ in self._members})
+
+    @property
+    def servable(self) -> bool:
+        """Whether any model can be asked now."""
+        return any(members.complete and members.tokenizer for members in self._members.values())
+
+    def models(self) -> list[pb.Model]:
+        """One entry a model, ordered by name."""
+        answer = []
+        for name in self.names():
+            groups = [members for members in self._members.values() if _serves(members, name)]
+            best = max(groups, key=lambda members: (members.complete, len(members.records)))
+            assert best.group is not None
+            answer.append(
+                pb.Model(
+                    name=name,
+                    family=best.group.family,
+                    max_context_tokens=best.group.max_context_tokens,
+                    vocab_size=best.group.vocab_size,
+                    block_tokens=best.group.block_tokens,
+                    prefill_workers=sum(members.ready(worker_pb2.ROLE_PREFILL) for members in groups),
+                    decode_workers=sum(members.ready(worker_pb2.ROLE_DECODE) for members in groups),
+                )
+            )
+        return answer
+
+    def _tokenizer_of(self, record: control_pb2.WorkerRecord) -> str:
+        own = Path(record.model_path)
+        return record.model_path if own.is_dir() or not self._tokenizer_path else self._tokenizer_path
+
+    def _drop(self, key: WorkerKey, but: GroupId | None) -> None:
+        for identity, members in list(self._members.items()):
+            if identity == but or members.records.pop(key, None) is None:
+                continue
+            if members.records:
+                members.group = _make_group(members.records.values())
+                continue
+            del self._members[identity]
+            if members.loading is not None:
+                members.loading.cancel()
+
+    async def _load(self, members: _Members, path: str) -> None:
+        attempt = 0
+        while True:
+            try:
+                members.tokenizer = self._tokenizers[path] = await self._tokenize.load(path)
+            except TokenizerLoadError as error:
+                members.load_error = str(error)
+                log.warning("tokenizer_load_failed", path=path, error=str(error))
+            else:
+                log.info("tokenizer_loaded", path=path)
+                return
+            await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS) - 1)])
+            attempt += 1
+
+
+def _serves(members: _Members, name: str) -> bool:
+    return members.group is not None and (not name or members.group.model == name)
+
+
+def _make_group(records: Iterable[control_pb2.WorkerRecord]) -> Group:
+    known = list(records)
+    first = known[0]
+    return Group(
+        pool=first.pool,
+        model=first.model,
+        fingerprint=first.fingerprint,
+        family=first.family,
+        vocab_size=min(record.vocab_size for record in known),
+        block_tokens=first.block_tokens,
+        max_context_tokens=min(record.max_context_tokens for record in known),
+        num_blocks=min(record.num_blocks for record in known),
+        eos_token_ids=tuple(first.eos_token_ids),
+        model_path=first.model_path,
+    )

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a request ends otherwise than well: from what workers and the core say to what the client is told."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from twinpool.errors import TABLE, TwinpoolError
+from twinpool.ids import WorkerKey
+from twinpool.v1 import worker_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The cause of a failed attempt.
+
+    ``event`` and ``detail`` are what the state machine is told; whether the request is placed anew is its decision.
+    ``reason`` and ``message`` are what the client is told if it is not.
+    """
+
+    event: str
+    detail: str
+    reason: str
+    message: str
+    worker: str = ""
+
+    def as_error(self, attempts: int, delivered: bool) -> TwinpoolError:
+        """What the client is told after ``attempts`` placements; ``delivered``: it has tokens already."""
+        facts: dict[str, object] = {"attempts": attempts}
+        if self.worker:
+            facts["worker"] = self.worker
+        if attempts > 1 and not delivered and TABLE[self.reason].retryable:
+            text = f"{attempts} placements failed, the last one with {self.reason}: {self.message}"
+            return TwinpoolError("ATTEMPTS_EXHAUSTED", text, metadata=facts | {"cause": self.reason})
+        return TwinpoolError(self.reason, self.message, metadata=facts)
+
+
+_REASONS: Final[dict[int, str]] = {
+    pb.FAILURE_REASON_NO_CAPACITY: "NO_CAPACITY",
+    pb.FAILURE_REASON_NOT_SERVING: "NO_CAPACITY",
+    pb.FAILURE_REASON_FENCED: "KV_FENCED",
+    pb.FAILURE_REASON_TRANSFER: "TRANSFER_FAILED",
+    pb.FAILURE_REASON_PEER_LOST: "WORKER_LOST",
+    pb.FAILURE_REASON_INVALID: "INVALID_ARGUMENT",
+    pb.FAILURE_REASON_INTERNAL: "INTERNAL",
+    pb.FAILURE_REASON_DEADLINE: "DEADLINE_EXCEEDED",
+    # The router mints the ids: a fault of ours and no client's.
+    pb.FAILURE_REASON_DUPLICATE: "INTERNAL",
+}
+
+
+def said_by(message: pb.AttemptFailed, key: WorkerKey, side: str, *, reserving: bool) -> Outcome:
+    """A worker's AttemptFailed. ``side`` is its leg, "prefill" or "decode"; ``reserving``: it is the decode worker's
+    answer to the command itself.
+
+    A reason that this version does not know counts as INTERNAL.
+    """
+    known = message.reason if message.reason in _REASONS else pb.FAILURE_REASON_INTERNAL
+    name = pb.FailureReason.Name(known).removeprefix("FAILURE_REASON_")
+    text = f"{key.name}: {message.detail or name}"
+    refused = reserving and known == pb.FAILURE_REASON_NO_CAPACITY
+    if refused:
+        return Outcome("decode_refused", "", _REASONS[known], text, key.name)
+    return Outcome("attempt_failed", f"{name}:{side}", _REASONS[known], text, key.name)
+
+
+def lost(key: WorkerKey, side: str, cause: str) -> Outcome:
+    """A worker cannot be reached (any more). ``side``: "prefill" or "decode"."""
+    return Outcome("worker_lost", side, "WORKER_LOST", f"{key.name}: {cause}", key.name)
+
+
+def found(error: TwinpoolError) -> Outcome:
+    """A failure that the router itself found in what workers sent."""
+    return Outcome("attempt_failed", "INTERNAL", error.reason, error.message)
+
+
+def core_error(cause: str, retry_after: float) -> TwinpoolError:
+    """A refusal or an end that the core decided."""
+    return TwinpoolError(cause if cause in TABLE else "INTERNAL", retry_after=retry_after or None)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's view of the workers: who is registered, who can be reached, how loaded each is.
+
+A worker can be chosen once its record says ready *and* its stream is up. When the stream breaks it is put into
+quarantine at once, long before its lease ends, and comes back when the session's next attempt is welcomed: the
+session's own reconnecting is the probe. What the worker reports (load) and what the router itself has reserved are
+kept apart by the core.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import grpc.aio
+
+from twinpool import metrics
+from twinpool.config import TwinpoolConfig
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.router.admission import Admission
+from twinpool.router.background import Background
+from twinpool.router.dispatch import WorkerSession
+from twinpool.router.locality import Locality
+from twinpool.router.models import ModelTable
+from twinpool.v1 import control_pb2
+from twinpool.v1 import worker_pb2 as pb
+
+log = get_logger(__name__)
+
+_ROLES: Final = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
+_STATES: Final = {
+    control_pb2.WORKER_STATE_STARTING: "starting",
+    control_pb2.WORKER_STATE_READY: "ready",
+    control_pb2.WORKER_STATE_DRAINING: "draining",
+    control_pb2.WORKER_STATE_FLIPPING: "flipping",
+}
+# A broken stream keeps its worker in quarantine until it is welcomed again, however long that takes.
+_UNTIL_WELCOMED: Final = 1e9
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One incarnation of one worker."""
+
+    record: control_pb2.WorkerRecord
+    session: WorkerSession
+    # No longer registered; its stream stays until what runs on it has ended.
+    retired: bool = False
+
+
+class Fleet:
+    """Keeps a session to every registered worker and tells the core what it knows."""
+
+    def __init__(
+        self,
+        config: TwinpoolConfig,
+        admission: Admission,
+        models: ModelTable,
+        locality: Locality,
+        background: Background,
+        connect: Callable[[str], grpc.aio.Channel],
+        hello: pb.Hello,
+    ) -> None:
+        self._config = config
+        self._admission = admission
+        self._models = models
+        self._locality = locality
+        self._background = background
+        self._connect = connect
+        self._hello = hello
+        self._workers: dict[WorkerKey, _Worker] = {}
+
+    async def close(self) -> None:
+        """Ends every session."""
+        workers, self._workers = self._workers, {}
+        await asyncio.gather(*(worker.session.close() for worker in workers.values()))
+
+    # --- membership -----------------------------------------------------------------------
+
+    def upsert(self, record: control_pb2.WorkerRecord) -> None:
+        """A worker was registered or its record changed. Those of other pools are ignored."""
+        if record.pool != self._config.router.pool or record.role not in _ROLES or not record.endpoint:
+            return
+        key = WorkerKey(record.worker.name, record.worker.incarnation)
+        for other in [other for other in self._workers if other.name == key.name and other != key]:
+            log.info("worker_restarted", worker=str(key), before=str(other))
+            self._forget(other)
+            self._close_session(other)
+        known = self._workers.get(key)
+        if known is not None and known.record.endpoint != record.endpoint:
+            self._close_session(key)
+            known = None
+        if known is None:
+            known = self._workers[key] = _Worker(record, self._open_session(key, record.endpoint))
+            log.info("worker_added", worker=str(key), role=_ROLES[record.role], endpoint=record.endpoint)
+        known.record, known.retired = record, False
+        self._models.upsert(key, record)
+        if known.session.up:
+            self._tell_core(key, record)
+        self._count()
+
+    def remove(self, record: control_pb2.WorkerRecord) -> None:
+        """A worker's registration ended. What still runs on its stream may end there."""
+        key = WorkerKey(record.worker.name, record.worker.incarnation)
+        known = self._workers.get(key)
+        if known is None:
+            return
+        log.info("worker_removed", worker=str(key), legs=known.session.legs)
+        self._forget(key)
+        if known.session.up and known.session.legs:
+            known.retired = True
+        else:
+            self._close_session(key)
+        self._count()
+
+    def reachable(self, record: control_pb2.WorkerRecord) -> bool:
+        """Whether there is a stream to the worker: then a missing registration does not mean that it is dead."""
+        known = self._workers.get(WorkerKey(record.worker.name, record.worker.incarnation))
+        return known is not None and known.session.up
+
+    def session(self, key: WorkerKey) -> WorkerSession | None:
+        """The stream to a worker that placement chose; None if it is gone meanwhile."""
+        known = self._workers.get(key)
+        return known.session if known is not None else None
+
+    def record(self, key: WorkerKey) -> control_pb2.WorkerRecord | None:
+        """What the worker registered."""
+        known = self._workers.get(key)
+        return known.record if known is not None else None
+
+    def reap(self) -> None:
+        """Closes the streams of workers that are gone and have nothing left to do."""
+        for key, known in list(self._workers.items()):
+            if known.retired and not known.session.legs:
+                self._close_session(key)
+
+    # --- what sessions say ----------------------------------------------------------------
+
+    def session_up(self, session: WorkerSession, role: pb.Role.ValueType) -> None:
+        """See ``dispatch.SessionOwner``."""
+        known = self._workers.get(session.key)
+        if known is None or known.retired:
+            return
+        if role != known.record.role:
+            log.warning("worker_role_differs", worker=str(session.key), role=_ROLES.get(role, "unknown"))
+            return
+        self._tell_core(session.key, known.record)
+        self._admission.quarantine(session.key, 0.0)
+        self._count()
+
+    def session_down(self, session: WorkerSession, cause: str) -> None:
+        """See ``dispatch.SessionOwner``."""
+        known = self._workers.get(session.key)
+        if known is None:
+            return
+        role = _ROLES[known.record.role]
+        metrics.ROUTER_SESSION_FAILURES.labels(role).inc()
+        if known.retired:
+            self._close_session(session.key)
+        else:
+            log.warning("worker_session_lost", worker=str(session.key), role=role, cause=cause)
+            metrics.ROUTER_QUARANTINES.labels(role).inc()
+            self._admission.quarantine(session.key, _UNTIL_WELCOMED)
+        self._count()
+
+    def load_reported(self, session: WorkerSession, report: pb.LoadReport) -> None:
+        """See ``dispatch.SessionOwner``."""
+        self._admission.report_load(session.key, report)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _tell_core(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
+        group = self._models.upsert(key, record)
+        self._admission.upsert_worker(
+            key, group, _ROLES[record.role], _STATES.get(record.state, "starting"), record
+        )
+        self._locality.set_capacity(key, record.num_blocks)
+
+    def _forget(self, key: WorkerKey) -> None:
+        self._admission.remove_worker(key)
+        self._locality.drop(key)
+        self._models.remove(key)
+
+    def _open_session(self, key: WorkerKey, endpoint: str) -> WorkerSession:
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.worker.name, hello.worker.incarnation = key.name, key.incarnation
+        session = WorkerSession(
+            key, endpoint, hello, self, self._connect, self._config.rpc.connect_timeout_seconds
+        )
+        session.start()
+        return session
+
+    def _close_session(self, key: WorkerKey) -> None:
+        known = self._workers.pop(key, None)
+        if known is not None:
+            self._background.start(known.session.close())
+
+    def _count(self) -> None:
+        counts = {(role, state): 0 for role in _ROLES.values() for state in _STATES.values()}
+        for known in self._workers.values():
+            state = _STATES.get(known.record.state, "starting")
+            counts[_ROLES[known.record.role], state] += not known.retired
+        for (role, state), count in counts.items():
+            metrics.ROUTER_WORKERS.labels(role, state).set(count)
+        metrics.ROUTER_SESSIONS.set(sum(known.session.up for known in self._workers.values()))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InferenceService: what clients call.
+
+A handler checks and tokenises the request, hands it to a ``Lifecycle`` and writes what that makes. The client's cancel,
+its disconnect and its deadline all reach the handler as a cancelled task, from where the lifecycle ends everything.
+"""
+
+import asyncio
+import secrets
+import time
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from twinpool import metrics
+from twinpool.config import TwinpoolConfig
+from twinpool.errors import TwinpoolError, as_twinpool_error
+from twinpool.ids import new_request_id
+from twinpool.logs import get_logger
+from twinpool.router.lifecycle import Hops, Lifecycle
+from twinpool.router.models import ModelTable, Target
+from twinpool.router.request import Prepared
+from twinpool.router.stream import Answer, AnswerSpec
+from twinpool.router.tokenize import TokenizeHop, hash_prompt
+from twinpool.router.utf8 import Unparsed, lenient, refuse_unknown_fields
+from twinpool.router.validate import check_length, check_params, check_vocabulary
+from twinpool.rpc import Deadline
+from twinpool.text import TextStream
+from twinpool.v1 import inference_pb2 as pb
+
+log = get_logger(__name__)
+
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+Context = grpc.aio.ServicerContext[Any, pb.GenerateResponse]
+
+
+class InferenceService:
+    """See the module. Raises TwinpoolError; the server turns it into a status."""
+
+    def __init__(self, config: TwinpoolConfig, hops: Hops, models: ModelTable, tokenize: TokenizeHop) -> None:
+        self._limits = config.router
+        self._hops = hops
+        self._models = models
+        self._tokenize = tokenize
+        self._running: set[tuple[str, str]] = set()
+        self._draining = False
+
+    def drain(self) -> None:
+        """From now on new requests are refused; what runs goes on."""
+        self._draining = True
+
+    # --- calls ----------------------------------------------------------------------------
+
+    async def Generate(self, request: pb.GenerateRequest | Unparsed, context: Context) -> None:
+        """See the protocol."""
+        arrival = time.monotonic()
+        deadline = Deadline.of_call(context)
+        metrics.ROUTER_INFLIGHT_REQUESTS.inc()
+        try:
+            await self._generate(_parsed(request), context, arrival, deadline)
+        except asyncio.CancelledError:
+            _count("DEADLINE_EXCEEDED" if deadline.expired else "CANCELLED")
+            raise
+        except Exception as error:
+            _count(as_twinpool_error(error).reason)
+            raise
+        else:
+            metrics.ROUTER_REQUESTS.labels("OK", "").inc()
+        finally:
+            metrics.ROUTER_INFLIGHT_REQUESTS.dec()
+
+    async def Tokenize(self, request: pb.TokenizeRequest | Unparsed, context: Context) -> pb.TokenizeResponse:
+        """See the protocol."""
+        parsed = _parsed(request)
+        refuse_unknown_fields(parsed)
+        target = self._models.resolve(parsed.model)
+        tokens, _ = await self._tokenize.prompt(parsed, target.tokenizer, target.group)
+        return pb.TokenizeResponse(
+            token_ids=tokens.tolist(), max_context_tokens=target.group.max_context_tokens
+        )
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest | Unparsed, context: Context
+    ) -> pb.ListModelsResponse:
+        """See the protocol."""
+        _parsed(request)
+        return pb.ListModelsResponse(models=self._models.models())
+
+    # --- inside ---------------------------------------------------------------------------
+
+    async def _generate(
+        self, request: pb.GenerateRequest, context: Context, arrival: float, deadline: Deadline
+    ) -> None:
+        if self._draining:
+            raise TwinpoolError("DRAINING", "this router is shutting down", retry_after=0.5)
+        # A client's id is its own: two tenants may use the same one.
+        name = (request.tenant, request.request_id)
+        if name in self._running:
+            raise TwinpoolError(
+                "DUPLICATE_REQUEST",
+                f"request_id is {request.request_id!r}; the limit is one request in flight with this id",
+                field="request_id",
+            )
+        if request.request_id:
+            self._running.add(name)
+        try:
+            target = self._models.resolve(request.model)
+            prepared = await self._prepare(request, target, arrival, deadline)
+            spec = AnswerSpec(
+                n=prepared.n,
+                logprobs=prepared.logprobs is not None,
+                max_buffered_tokens=self._limits.max_buffered_tokens,
+            )
+
+            def text() -> TextStream:
+                return TextStream(
+                    target.tokenizer.detokenizer(), prepared.stop_strings, min_tokens=prepared.min_tokens
+                )
+
+            async def write(event: pb.GenerateResponse) -> None:
+                try:
+                    await context.write(event)
+                except grpc.aio.BaseError as error:
+                    # The client is gone, and its cancel has not reached this task yet.
+                    raise asyncio.CancelledError from error
+
+            await Lifecycle(self._hops, prepared, lambda: Answer(spec, text)).run(write)
+        finally:
+            self._running.discard(name)
+
+    async def _prepare(
+        self, request: pb.GenerateRequest, target: Target, arrival: float, deadline: Deadline
+    ) -> Prepared:
+        """Validate, tokenise, hash. Nothing is reserved anywhere yet."""
+        group = target.group
+        params = check_params(request, self._limits, group, secrets.randbits(63))
+        tokens, field = await self._tokenize.prompt(request, target.tokenizer, group)
+        check_vocabulary(tokens, field, group)
+        max_tokens = check_length(len(tokens), params, field, self._limits, group)
+        root, hashes = hash_prompt(tokens, group, params.tenant, params.adapter)
+        own = () if params.ignore_eos else group.eos_token_ids
+        request_id = new_request_id()
+        return Prepared(
+            request_id=request_id,
+            client_id=request.request_id or request_id,
+            group=group,
+            tokens=tokens,
+            hashes=hashes,
+            root=root,
+            sampling=params.sampling,
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            stop_strings=params.stop_strings,
+            stop_token_ids=tuple(sorted({*params.stop_token_ids, *own})),
+            ignore_eos=params.ignore_eos,
+            n=params.n,
+            logprobs=params.logprobs,
+            priority=params.priority,
+            tenant=params.tenant,
+            size_bytes=tokens.nbytes + hashes.nbytes,
+            arrival=arrival,
+            tokenized=time.monotonic(),
+            deadline=deadline,
+        )
+
+
+def register(servicer: InferenceService, server: grpc.aio.Server) -> None:
+    """Adds the service with request parsers that never fail: see ``utf8``."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            servicer.Generate,
+            request_deserializer=lenient(pb.GenerateRequest),
+            response_serializer=pb.GenerateResponse.SerializeToString,
+        ),
+        "Tokenize": grpc.unary_unary_rpc_method_handler(
+            servicer.Tokenize,
+            request_deserializer=lenient(pb.TokenizeRequest),
+            response_serializer=pb.TokenizeResponse.SerializeToString,
+        ),
+        "ListModels": grpc.unary_unary_rpc_method_handler(
+            servicer.ListModels,
+            request_deserializer=lenient(pb.ListModelsRequest),
+            response_serializer=pb.ListModelsResponse.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _parsed(request: Any) -> Any:
+    if isinstance(request, Unparsed):
+        raise request.error()
+    return request
+
+
+def _count(reason: str) -> None:
+    metrics.ROUTER_REQUESTS.labels(TwinpoolError(reason).code.name, reason).inc()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hops of a request: each is one event of the state machine, one histogram and one entry of HopTimings."""
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import Histogram
+
+from twinpool import metrics
+from twinpool.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """``event`` is what the core's state machine is told at its end; "" if the core itself made the step."""
+
+    name: str
+    event: str
+    histogram: Histogram | None
+
+
+TOKENIZE: Final = Hop("tokenize", "", metrics.ROUTER_TOKENIZE_TIME)
+QUEUE: Final = Hop("queue", "", metrics.ROUTER_QUEUE_TIME)
+RESERVE: Final = Hop("reserve", "decode_reserved", None)
+PREFILL: Final = Hop("prefill", "first_token", metrics.ROUTER_PREFILL_TIME)
+HANDOFF: Final = Hop("handoff", "handoff_done", metrics.ROUTER_HANDOFF_TIME)
+DECODE: Final = Hop("decode", "finished", metrics.ROUTER_DECODE_TIME)
+
+HOPS: Final = (TOKENIZE, QUEUE, RESERVE, PREFILL, HANDOFF, DECODE)
+"""In their order. The names are the fields of HopTimings."""
+
+
+class HopClock:
+    """Where the time went. Every moment between arrival and the last mark belongs to exactly one hop; what a failed
+    attempt took stays with the hops that it reached, and the time until it was placed anew with the queue."""
+
+    __slots__ = ("_arrival", "_first_token", "_last", "_spent", "_tokens_at")
+
+    def __init__(self, arrival: float, tokenized: float) -> None:
+        """Both in ``time.monotonic`` seconds."""
+        self._arrival = arrival
+        self._last = arrival
+        self._spent: dict[str, float] = {}
+        self._first_token = 0.0
+        self._tokens_at = 0.0
+        self.mark(TOKENIZE, tokenized)
+
+    def mark(self, hop: Hop, now: float | None = None) -> float:
+        """``hop`` ends now. Returns what it took, in seconds."""
+        at = time.monotonic() if now is None else now
+        took, self._last = at - self._last, at
+        self._spent[hop.name] = self._spent.get(hop.name, 0.0) + took
+        if hop.histogram is not None:
+            hop.histogram.observe(took)
+        return took
+
+    def tokens(self) -> bool:
+        """Tokens are about to be written. True if they are the first ones."""
+        now = time.monotonic()
+        before, self._tokens_at = self._tokens_at, now
+        if before:
+            metrics.ROUTER_ITL.observe(now - before)
+            return False
+        self._first_token = now - self._arrival
+        metrics.ROUTER_TTFT.observe(self._first_token)
+        return True
+
+    def finish(self, tokens: int) -> pb.HopTimings:
+        """Times up to the last mark, the last token; ``tokens`` were generated for each choice, on average."""
+        total = self._last - self._arrival
+        metrics.ROUTER_E2E.observe(total)
+        if tokens > 1:
+            metrics.ROUTER_TPOT.observe((total - self._first_token) / (tokens - 1))
+        timings = pb.HopTimings()
+        for name, seconds in self._spent.items():
+            getattr(timings, name).FromNanoseconds(int(seconds * 1e9))
+        timings.time_to_first_token.FromNanoseconds(int(self._first_token * 1e9))
+        timings.total.FromNanoseconds(int(total * 1e9))
+        return timings

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a client sent to token ids and block hashes, once a request.
+
+Short texts are tokenised on the event loop: handing them to a thread would cost more. Long ones, and all chat
+templates (they come with the weights and may be slow), go to a small pool of threads.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinpool._core import hash_blocks, root_hash
+from twinpool.config.router import RouterSection
+from twinpool.errors import TwinpoolError
+from twinpool.router.request import Group
+from twinpool.router.validate import check_chat, check_text, check_token_ids
+from twinpool.text import ChatTemplateError, Tokenizer
+from twinpool.v1 import inference_pb2 as pb
+
+# About half a millisecond of tokenising.
+_INLINE_CHARS: Final = 1024
+
+T = TypeVar("T")
+
+
+class TokenizeHop:
+    """Loads tokenizers, renders, tokenises and hashes."""
+
+    def __init__(self, limits: RouterSection) -> None:
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """Drops what waits; a text that is being tokenised ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def load(self, path: str) -> Tokenizer:
+        """The tokenizer of a checkpoint's directory. Raises TokenizerLoadError."""
+        return await self._run(Tokenizer.from_pretrained, path)
+
+    async def prompt(
+        self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer, group: Group
+    ) -> tuple[NDArray[np.int32], str]:
+        """The prompt's token ids and the name of the field that held it. Raises for a prompt that cannot be."""
+        if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":
+            # The container offers its memory: no Python integer is made.
+            given = np.array(request.token_ids.ids, np.uint32)
+            return check_token_ids(given, group), "token_ids.ids"
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            check_text(request.text, "text", self._limits)
+            return await self._encode(tokenizer, request.text), "text"
+        if kind == "chat":
+            check_chat(request.chat, self._limits)
+            return await self._run(_encode_chat, tokenizer, request.chat), "chat.messages"
+        raise TwinpoolError(
+            "EMPTY_PROMPT", "prompt is not set; the limit is one of token_ids, text, chat", field="prompt"
+        )
+
+    async def _encode(self, tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
+        if len(text) <= _INLINE_CHARS:
+            return tokenizer.encode(text)
+        return await self._run(tokenizer.encode, text)
+
+    async def _run(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def hash_prompt(
+    tokens: NDArray[np.int32], group: Group, tenant: str, adapter: str
+) -> tuple[bytes, NDArray[np.uint8]]:
+    """The root of the request's namespace and the hashes of the prompt's full blocks, uint8 ``[blocks, 16]``."""
+    root = root_hash(group.fingerprint.encode(), tenant.encode(), adapter.encode())
+    return root, hash_blocks(root, tokens, group.block_tokens)
+
+
+def _encode_chat(tokenizer: Tokenizer, chat: pb.ChatMessages) -> NDArray[np.int32]:
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    try:
+        return tokenizer.encode_chat(messages, not chat.omit_generation_prompt)
+    except ChatTemplateError as error:
+        raise TwinpoolError("INVALID_CHAT", f"chat.messages: {error}", field="chat.messages") from error

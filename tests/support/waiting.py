@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for what happens on the other side of a socket."""
+
+import asyncio
+from collections.abc import Callable
+
+POLL_SECONDS = 0.002
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Returns once ``condition()`` is true; raises TimeoutError after ``seconds``."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(POLL_SECONDS)
