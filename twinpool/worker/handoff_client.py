@@ -38,8 +38,8 @@ class Peers(Protocol):
     async def connect(self, peer: PeerDescriptor) -> None:
         """Raises TransferError."""
 
-    async def disconnect(self, peer: WorkerKey) -> None:
-        """Unknown peers are ignored."""
+    def disconnect(self, peer: WorkerKey) -> None:
+        """Unknown peers are ignored. Returns at once."""
 
 
 @dataclass(slots=True)
@@ -116,8 +116,8 @@ class OwnerLinks:
         except Exception as error:
             reason, detail = _failure(error)
         finally:
-            # All before the next await: a message that comes later finds no link and makes a new one, which
-            # this end must not touch.
+            # All without an await: a message that comes later finds no link and makes a new one, which this end
+            # must not touch.
             link.out.close()
             del self._links[link.owner]
             lost = partial(self._loop.role.on_owner_lost, link.owner, list(link.expected), reason, detail)
@@ -125,7 +125,7 @@ class OwnerLinks:
             log.info(
                 "owner_link_ended", owner=str(link.owner), reason=pb.FailureReason.Name(reason), detail=detail
             )
-            await self._peers.disconnect(link.owner)
+            self._peers.disconnect(link.owner)
 
     async def _connect(
         self, link: OwnerLink, stub: "handoff_pb2_grpc.HandoffServiceAsyncStub"

@@ -20,7 +20,7 @@ from twinpool.transfer.base import PeerDescriptor
 from twinpool.transfer.descriptor import DescriptorError, from_message, to_message, worker_key
 from twinpool.v1 import handoff_pb2, handoff_pb2_grpc
 from twinpool.worker.step_loop import StepLoop
-from twinpool.worker.streams import MessageQueue
+from twinpool.worker.streams import Context, MessageQueue
 
 INTRODUCTION_SECONDS: Final = 10.0
 """A stream that does not say who reads within so long is closed."""
@@ -75,7 +75,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             stream.out.close(TwinpoolError("DRAINING", f"worker {self._own.worker} stops"))
 
     async def Connect(
-        self, request: handoff_pb2.ConnectRequest, context: handoff_pb2_grpc._ServicerContext
+        self, request: handoff_pb2.ConnectRequest, context: Context
     ) -> handoff_pb2.ConnectResponse:
         """Raises FINGERPRINT_MISMATCH, INCARNATION_MISMATCH or DESCRIPTOR_INVALID."""
         try:
@@ -93,14 +93,14 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     async def Exchange(
         self,
         request_iterator: AsyncIterator[handoff_pb2.ExchangeRequest],
-        context: handoff_pb2_grpc._ServicerContext,
+        context: Context,
     ) -> AsyncIterator[handoff_pb2.ExchangeResponse]:
         """See the protocol."""
         stream = self._open(await self._introduction(request_iterator))
         listener = asyncio.create_task(self._listen(stream, request_iterator), name=f"reader-{stream.number}")
         try:
             # Tells the reader that its stream stands, before there is anything else to say.
-            await context.send_initial_metadata(())  # type: ignore[misc]  # the stubs know the sync form only
+            await context.send_initial_metadata(())
             async for message in stream.out.messages():
                 yield message
             if stream.out.error is not None:

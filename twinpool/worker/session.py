@@ -27,7 +27,7 @@ from twinpool.worker.commands import (
 )
 from twinpool.worker.inspect import Inspector
 from twinpool.worker.step_loop import StepLoop
-from twinpool.worker.streams import MessageQueue
+from twinpool.worker.streams import Context, MessageQueue
 
 HELLO_SECONDS: Final = 10.0
 """A stream that says nothing for so long is not a router's."""
@@ -88,7 +88,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(
         self,
         request_iterator: AsyncIterator[pb.SessionRequest],
-        context: worker_pb2_grpc._ServicerContext,
+        context: Context,
     ) -> AsyncIterator[pb.SessionResponse]:
         """See the protocol. Any end of the stream, by either side, cancels what it started."""
         hello = await self._hello(request_iterator)
@@ -105,9 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             self._close(session)
 
-    async def Inspect(
-        self, request: pb.InspectRequest, context: worker_pb2_grpc._ServicerContext
-    ) -> pb.InspectResponse:
+    async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectResponse:
         """Counts, all taken at one moment between two steps."""
         return await self._inspector.inspect(self.sessions)
 

@@ -14,8 +14,9 @@ from twinpool.engine.config import ModelConfig
 from twinpool.engine.fingerprint import fingerprint
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
+from twinpool.engine.models.base import KVLayout
 from twinpool.engine.runner import ModelRunner
-from twinpool.errors import ConfigError
+from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.transfer.base import PoolMemory
 from twinpool.worker.commands import Limits
@@ -27,10 +28,20 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a worker's model before its weights are loaded."""
+
+    model: ModelConfig
+    served_name: str
+    fingerprint: str
+    kv_bytes_per_token: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStack:
     """Everything that the step thread runs on. ``memory`` is the pool as the transfer layer sees it."""
 
-    model: ModelConfig
     fingerprint: str
     pool: KVPool
     memory: PoolMemory
@@ -41,16 +52,28 @@ class EngineStack:
 
 
 class LoadProgress:
-    """Logs how far a load is, and says once that the checkpoint's headers were good."""
+    """Logs how far a load is, says once that the checkpoint's headers were good, and ends a load that is not wanted
+    any more."""
 
-    def __init__(self, on_checked: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        on_checked: Callable[[], None],
+        cancelled: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._on_checked = on_checked
+        self._cancelled = cancelled
         self._checked = False
         self._clock = clock
         self._said_at = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` values are loaded. The loader has compared every header before the first."""
+        """``done`` of ``total`` values are loaded. The loader has compared every header before the first.
+
+        Raises CANCELLED.
+        """
+        if self._cancelled():
+            raise TwinpoolError("CANCELLED", "the load was cancelled")
         if not self._checked:
             self._checked = True
             self._on_checked()
@@ -60,71 +83,78 @@ class LoadProgress:
             log.info("model_loading", percent=round(100 * done / max(total, 1), 1))
 
 
-def served_name(config: TwinpoolConfig) -> str:
-    """The name that requests use."""
-    return config.model.name or Path(config.model.path).resolve().name
-
-
-def context_limit(config: TwinpoolConfig, model: ModelConfig) -> int:
-    """Most tokens of prompt and output together. Raises ConfigError if more is configured than the model has."""
+def describe(config: TwinpoolConfig) -> Facts:
+    """Reads what a checkpoint is, not its weights. Raises CheckpointError or ConfigError."""
+    path = config.model.path
+    if not path:
+        raise ConfigError("model.path: is empty; name a checkpoint directory", key="model.path")
+    model, dtype = ModelConfig.from_pretrained(path), DTYPES[config.model.dtype]
     wanted, most = config.model.max_context_tokens, model.max_position_embeddings
     if wanted > most:
         raise ConfigError(
-            f"model.max_context_tokens: {wanted} exceeds the {most} positions of {config.model.path}",
+            f"model.max_context_tokens: {wanted} exceeds the {most} positions of {path}",
             key="model.max_context_tokens",
         )
-    return wanted or most
+    return Facts(
+        model=model,
+        served_name=config.model.name or Path(path).resolve().name,
+        fingerprint=str(fingerprint(path, dtype=dtype, block_tokens=config.kv.block_tokens)),
+        kv_bytes_per_token=KVLayout.of(model).bytes_per_token(dtype),
+        max_context_tokens=wanted or most,
+    )
 
 
-def build_stack(config: TwinpoolConfig, *, on_checked: Callable[[], None] = lambda: None) -> EngineStack:
+def build_stack(
+    config: TwinpoolConfig,
+    facts: Facts,
+    *,
+    on_checked: Callable[[], None] = lambda: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> EngineStack:
     """Loads the model and allocates the pool; takes as long as the checkpoint is large.
 
     ``on_checked`` is called once the checkpoint's headers have been compared with the model, before the weights are
-    read. Raises CheckpointError or ConfigError.
+    read; the load ends soon after ``cancelled`` is true. Raises CheckpointError, ConfigError for a pool that cannot be
+    allocated, or CANCELLED.
     """
-    if not config.model.path:
-        raise ConfigError("model.path: is empty; name a checkpoint directory", key="model.path")
     started = time.monotonic()
-    model_config = ModelConfig.from_pretrained(config.model.path)
-    max_context = context_limit(config, model_config)
-    dtype, device = DTYPES[config.model.dtype], config.worker.device
+    dtype, device, kv = DTYPES[config.model.dtype], config.worker.device, config.kv
     model = load_model(
         config.model.path,
         dtype=dtype,
         attention=config.model.attention,
         device=device,
-        progress=LoadProgress(on_checked),
+        progress=LoadProgress(on_checked, cancelled),
     )
-    layout, kv, steps = model.kv_layout, config.kv, config.scheduler
-    pool = KVPool(kv.num_blocks, layout.layers, kv.block_tokens, layout.width, dtype, device)
+    layout, steps = model.kv_layout, config.scheduler
+    try:
+        pool = KVPool(kv.num_blocks, layout.layers, kv.block_tokens, layout.width, dtype, device)
+    except MemoryError as error:
+        raise ConfigError(f"kv.num_blocks: {kv.num_blocks} blocks: {error}", key="kv.num_blocks") from None
     runner = ModelRunner(model, pool, threads=config.worker.threads)
     runner.warmup(max_batched_tokens=steps.max_chunk_tokens, max_num_seqs=steps.max_num_seqs)
     blocks = BlockManager(kv.num_blocks, kv.block_tokens, pool.generations)
-    scheduler = StepScheduler(
-        blocks,
-        SchedulerConfig(
-            max_num_seqs=steps.max_num_seqs,
-            max_batched_tokens=steps.max_batched_tokens,
-            max_chunk_tokens=steps.max_chunk_tokens,
-            policy=steps.policy,
-        ),
+    limits = SchedulerConfig(
+        max_num_seqs=steps.max_num_seqs,
+        max_batched_tokens=steps.max_batched_tokens,
+        max_chunk_tokens=steps.max_chunk_tokens,
+        policy=steps.policy,
     )
     seconds = time.monotonic() - started
     metrics.WORKER_MODEL_LOAD_TIME.set(seconds)
-    log.info("model_loaded", family=model_config.family, seconds=round(seconds, 2), pool_bytes=pool.nbytes)
+    log.info("model_loaded", family=facts.model.family, seconds=round(seconds, 2), pool_bytes=pool.nbytes)
     return EngineStack(
-        model=model_config,
-        fingerprint=fingerprint(config.model.path, model, pool),
+        fingerprint=facts.fingerprint,
         pool=pool,
         memory=PoolMemory.of_tensor(pool.tensor),
         blocks=blocks,
-        scheduler=scheduler,
+        scheduler=StepScheduler(blocks, limits),
         runner=runner,
         limits=Limits(
             block_tokens=kv.block_tokens,
             num_blocks=kv.num_blocks,
-            max_context_tokens=max_context,
+            max_context_tokens=facts.max_context_tokens,
             max_num_seqs=steps.max_num_seqs,
-            vocab_size=model_config.vocab_size,
+            vocab_size=facts.model.vocab_size,
         ),
     )

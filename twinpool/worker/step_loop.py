@@ -79,6 +79,7 @@ class StepLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._ended = False
+        self._quiet: list[Future[None]] = []
         self._heartbeat = clock()
         self._thread = threading.Thread(target=self._run, name="twinpool-step", daemon=True)
 
@@ -124,6 +125,12 @@ class StepLoop:
         self._put(run, future.cancel)
         return future
 
+    def when_quiet(self) -> "Future[None]":
+        """Done as soon as the role holds nothing. Cancelled if the loop ends before."""
+        quiet: Future[None] = Future()
+        self._put(lambda: self._quiet.append(quiet), quiet.cancel)
+        return quiet
+
     def _put(self, run: Callable[[], None], drop: Callable[[], object]) -> None:
         with self._wake:
             ended = self._ended
@@ -142,6 +149,8 @@ class StepLoop:
                 left, self._inbox = self._inbox, deque()
             for _, drop in left:
                 drop()
+            for quiet in self._quiet:
+                quiet.cancel()
 
     def _turns(self) -> None:
         failures = 0
@@ -178,6 +187,11 @@ class StepLoop:
         worked = self._step(now)
         self._poison()
         self._outbox.flush()
+        if self._quiet and not self.role.requests:
+            done, self._quiet = self._quiet, []
+            for quiet in done:
+                if quiet.set_running_or_notify_cancel():
+                    quiet.set_result(None)
         return worked
 
     def _drain(self) -> None:

@@ -3,12 +3,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+import grpc.aio
 
 from twinpool.errors import TwinpoolError
 
 QUEUED_MESSAGES_MAX: Final = 16384
 """Messages that may wait for a slow peer. At one a step, that is minutes of decoding."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""What gRPC hands to a servicer's method."""
 
 M = TypeVar("M")
 
@@ -24,6 +29,7 @@ class MessageQueue(Generic[M]):
         self._limit = limit
         self._queue: asyncio.Queue[M | None] = asyncio.Queue()
         self._closed = False
+        self._dropping = False
 
     @property
     def closed(self) -> bool:
@@ -35,20 +41,21 @@ class MessageQueue(Generic[M]):
         if self._closed:
             return False
         if self._queue.qsize() >= self._limit:
-            self.close(TwinpoolError("QUEUE_FULL", f"{self._limit} messages wait for the peer"))
+            self.close(TwinpoolError("QUEUE_FULL", f"{self._limit} messages wait for the peer"), drop=True)
             return False
         self._queue.put_nowait(message)
         return True
 
-    def close(self, error: TwinpoolError | None = None) -> None:
-        """Ends the stream: after what is queued, or at once with an error."""
+    def close(self, error: TwinpoolError | None = None, *, drop: bool = False) -> None:
+        """Ends the stream after what is queued; ``drop`` ends it at once. ``error`` is how the stream is to end."""
         if self._closed:
             return
         self._closed = True
+        self._dropping = drop
         self.error = error
         self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[M]:
         """What to send, until the queue is closed."""
-        while (message := await self._queue.get()) is not None and self.error is None:
+        while (message := await self._queue.get()) is not None and not self._dropping:
             yield message

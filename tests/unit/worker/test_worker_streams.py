@@ -20,14 +20,21 @@ async def test_messages_come_in_order_and_end_with_close() -> None:
     assert await _all(queue) == [0, 1, 2, 3, 4]
 
 
-async def test_an_error_ends_at_once() -> None:
+async def test_an_error_comes_after_what_is_queued() -> None:
     queue: MessageQueue[int] = MessageQueue()
     queue.send(1)
     error = TwinpoolError("DRAINING")
     queue.close(error)
     queue.close(TwinpoolError("INTERNAL"))
-    assert await _all(queue) == []
+    assert await _all(queue) == [1]
     assert queue.error is error
+
+
+async def test_drop_ends_at_once() -> None:
+    queue: MessageQueue[int] = MessageQueue()
+    queue.send(1)
+    queue.close(drop=True)
+    assert await _all(queue) == []
 
 
 async def test_a_slow_peer_loses_its_stream() -> None:
@@ -35,6 +42,7 @@ async def test_a_slow_peer_loses_its_stream() -> None:
     assert [queue.send(number) for number in range(5)] == [True, True, True, False, False]
     assert queue.error is not None
     assert queue.error.reason == "QUEUE_FULL"
+    assert await _all(queue) == []
 
 
 async def test_a_waiting_reader_wakes() -> None:

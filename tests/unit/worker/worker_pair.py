@@ -52,7 +52,6 @@ def stack(num_blocks: int, *, max_num_seqs: int = 8, max_chunk_tokens: int = 32)
         max_num_seqs=max_num_seqs, max_batched_tokens=128, max_chunk_tokens=max_chunk_tokens
     )
     return EngineStack(
-        model=model.config,
         fingerprint="unit",
         pool=pool,
         memory=PoolMemory.of_tensor(pool.tensor),

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker: one engine, one pool, one agent, one role, behind one gRPC server.
+
+Start: bind, load the model (registered as *starting* meanwhile), register the pool with the transfer layer, serve, become
+*ready*. Stop: become *draining*, refuse new work, wait for what runs, leave etcd, close streams, threads and store.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from twinpool import metrics, rpc
+from twinpool.config import TwinpoolConfig
+from twinpool.errors import ConfigError
+from twinpool.ids import WorkerKey, new_incarnation
+from twinpool.logs import get_logger
+from twinpool.membership import Registration
+from twinpool.store import Store, connect_store
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.control_pb2 import WorkerRecord, WorkerState
+from twinpool.worker.commands import worker_id
+from twinpool.worker.serving import Serving
+from twinpool.worker.stack import EngineStack, Facts, build_stack, describe
+
+ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+
+STREAM_GRACE_SECONDS: Final = 1.0
+"""How long streams that are told to end may take to send what is queued."""
+
+log = get_logger(__name__)
+
+
+class Failure(NamedTuple):
+    """Why a worker can't go on. ``superseded``: another incarnation has its name, so starting anew would only begin a
+    fight over it."""
+
+    detail: str
+    superseded: bool = False
+
+
+class WorkerHost:
+    """Used on one event loop: ``start`` once, then ``stop`` once."""
+
+    def __init__(self, config: TwinpoolConfig, role_name: str) -> None:
+        """Raises ConfigError for an unknown role."""
+        if role_name not in ROLES:
+            raise ConfigError(f"unknown role {role_name!r}; known: {', '.join(ROLES)}")
+        self._config = config
+        self._role_name = role_name
+        name = config.worker.name or f"{role_name}-{secrets.token_hex(3)}"
+        self.key = WorkerKey(name, new_incarnation())
+        self.endpoint = ""
+        self.metrics_endpoint = ""
+        self.ready = False
+        self._failed: asyncio.Future[Failure] | None = None
+        self._server: rpc.Server | None = None
+        self._serving: Serving | None = None
+        self._store: Store | None = None
+        self._registration: Registration | None = None
+
+    async def start(self) -> None:
+        """Returns when the worker is ready. Raises TwinpoolError (CheckpointError, ConfigError ...) or TransferError, and
+        then leaves no record, thread or port behind."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def failure(self) -> Failure:
+        """Waits until the worker can't go on by itself, and says why."""
+        assert self._failed is not None, "the worker is not started"
+        return await asyncio.shield(self._failed)
+
+    async def stop(self, drain_seconds: float | None = None) -> None:
+        """Drains for at most ``drain_seconds`` (None: as configured), then ends everything. Idempotent."""
+        if self.ready and self._serving is not None and self._registration is not None:
+            self.ready = False
+            seconds = self._config.worker.drain_timeout_seconds if drain_seconds is None else drain_seconds
+            log.info("worker_draining", worker=str(self.key), seconds=seconds)
+            # Routers stop placing here as soon as they see the record; what they still send is refused.
+            self._registration.update_state(WorkerState.WORKER_STATE_DRAINING)
+            if self._server is not None:
+                await self._server.set_serving(False)
+            with _logged("drain"):
+                await self._serving.drain(seconds)
+        await self._close()
+        log.info("worker_stopped", worker=str(self.key))
+
+    def health(self) -> dict[str, object]:
+        """For whoever supervises the process: identity, readiness, and how long ago the step loop last turned."""
+        age = self._serving.seconds_since_turn if self._serving is not None else None
+        return {
+            "worker": self.key.name,
+            "incarnation": self.key.incarnation,
+            "endpoint": self.endpoint,
+            "role": self._role_name,
+            "pid": os.getpid(),
+            "ready": self.ready,
+            "seconds_since_turn": age,
+        }
+
+    # --- start
+
+    async def _start(self) -> None:
+        config, started = self._config, time.monotonic()
+        self._failed = asyncio.get_running_loop().create_future()
+        self._server = rpc.Server(config.rpc, config.tls)
+        port = self._server.bind(config.worker.host, config.worker.port)
+        self.endpoint = rpc.join_address(config.worker.host, port)
+        if config.metrics.enabled:
+            metrics_port = metrics.start_http(config.metrics.host, config.metrics.port)
+            self.metrics_endpoint = rpc.join_address(config.metrics.host, metrics_port)
+        log.info("worker_starting", worker=str(self.key), role=self._role_name, endpoint=self.endpoint)
+        facts = await asyncio.to_thread(describe, config)
+        self._store = await asyncio.to_thread(connect_store, config.cluster)
+        stack = await self._load(facts, self._store)
+        self._serving = Serving(config, self._role_name, self.key, stack)
+        self._serving.failed.add_done_callback(lambda failed: self._fail(Failure(failed.result())))
+        await self._serving.start(self._server)
+        await self._server.start()
+        await self._server.set_serving(True)
+        assert self._registration is not None
+        self._registration.update_state(WorkerState.WORKER_STATE_READY)
+        self.ready = True
+        seconds = round(time.monotonic() - started, 2)
+        log.info("worker_ready", worker=str(self.key), endpoint=self.endpoint, seconds=seconds)
+
+    async def _load(self, facts: Facts, store: Store) -> EngineStack:
+        """Loads in a thread. The record is made as soon as the checkpoint's headers are known to be good: a worker
+        whose checkpoint cannot be used never registers."""
+        loop, checked = asyncio.get_running_loop(), asyncio.Event()
+        cancelled = threading.Event()
+
+        def on_checked() -> None:
+            loop.call_soon_threadsafe(checked.set)
+
+        loading = asyncio.ensure_future(
+            asyncio.to_thread(
+                build_stack, self._config, facts, on_checked=on_checked, cancelled=cancelled.is_set
+            )
+        )
+        waiting = asyncio.ensure_future(checked.wait())
+        try:
+            await asyncio.wait({loading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if checked.is_set():
+                self._registration = self._make_registration(facts, store)
+                await self._registration.start()
+            return await asyncio.shield(loading)
+        finally:
+            waiting.cancel()
+            if not loading.done():
+                # The thread must not outlive this call with the model half loaded.
+                cancelled.set()
+                await asyncio.wait({loading})
+                loading.exception()
+
+    def _make_registration(self, facts: Facts, store: Store) -> Registration:
+        config, loop = self._config, asyncio.get_running_loop()
+        started_at = Timestamp()
+        started_at.GetCurrentTime()
+        record = WorkerRecord(
+            worker=worker_id(self.key),
+            pool=config.worker.pool,
+            role=ROLES[self._role_name],
+            state=WorkerState.WORKER_STATE_STARTING,
+            endpoint=self.endpoint,
+            metrics_endpoint=self.metrics_endpoint,
+            fingerprint=facts.fingerprint,
+            model=facts.served_name,
+            family=facts.model.family,
+            num_blocks=config.kv.num_blocks,
+            block_tokens=config.kv.block_tokens,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.model.vocab_size,
+            eos_token_ids=facts.model.eos_token_ids,
+            model_path=str(Path(config.model.path).resolve()),
+            pid=os.getpid(),
+            started_at=started_at,
+        )
+
+        def on_superseded() -> None:
+            detail = f"another incarnation has registered as {self.key.name}"
+            loop.call_soon_threadsafe(self._fail, Failure(detail, superseded=True))
+
+        return Registration(
+            store,
+            config.cluster.name,
+            record,
+            ttl_seconds=config.cluster.lease_ttl_seconds,
+            on_superseded=on_superseded,
+        )
+
+    def _fail(self, failure: Failure) -> None:
+        log.error("worker_failed", worker=str(self.key), detail=failure.detail)
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(failure)
+
+    # --- end
+
+    async def _close(self) -> None:
+        """Ends what there is, each part even if another one fails: first what others see, last what it stands on."""
+        if self._registration is not None:
+            await _quietly("registration", self._registration.stop())
+        if self._serving is not None:
+            await _quietly("streams", self._serving.close_streams())
+        if self._server is not None:
+            await _quietly("server", self._server.stop(STREAM_GRACE_SECONDS))
+        if self._serving is not None:
+            await _quietly("threads", self._serving.stop())
+        if self._store is not None:
+            await _quietly("store", asyncio.to_thread(self._store.close))
+        self._registration = self._serving = self._server = self._store = None
+
+
+async def _quietly(part: str, ending: Awaitable[object]) -> None:
+    with _logged(part):
+        await ending
+
+
+@contextlib.contextmanager
+def _logged(part: str) -> Iterator[None]:
+    """A part that does not end properly must not keep the others from ending."""
+    try:
+        yield
+    except Exception:
+        log.exception("stop_failed", part=part)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads and streams over a loaded engine: everything of a worker but its process and its record."""
+
+import asyncio
+from concurrent.futures import CancelledError
+from typing import Final
+
+from twinpool import rpc
+from twinpool.config import TwinpoolConfig
+from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
+from twinpool.transfer.thread import TransferThread
+from twinpool.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2_grpc
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.agents import TransferPeers, agent_factory
+from twinpool.worker.assembly import assemble
+from twinpool.worker.handoff_client import OwnerLinks
+from twinpool.worker.handoff_server import HandoffService
+from twinpool.worker.inspect import Inspector
+from twinpool.worker.observer import WorkerObserver
+from twinpool.worker.session import WorkerService
+from twinpool.worker.stack import EngineStack
+from twinpool.worker.step_loop import StepLoop
+
+STEP_STOP_SECONDS: Final = 30.0
+"""Longest wait for the step that runs when the worker stops."""
+
+log = get_logger(__name__)
+
+
+class Serving:
+    """Made and used on one event loop. ``failed`` is set to the reason if it can't go on by itself."""
+
+    def __init__(self, config: TwinpoolConfig, role_name: str, worker: WorkerKey, stack: EngineStack) -> None:
+        self._config = config
+        self._role_name = role_name
+        self._worker = worker
+        self._stack = stack
+        self._aio = asyncio.get_running_loop()
+        self.failed: asyncio.Future[str] = self._aio.create_future()
+        self._observer = WorkerObserver()
+        transfer = config.transfer
+        self._transfer = TransferThread(
+            agent_factory(transfer, worker, stack),
+            dispatch=lambda callback: self._loop.post(callback),
+            observer=self._observer,
+            poll_seconds=transfer.poll_microseconds / 1e6,
+            idle_seconds=transfer.idle_poll_microseconds / 1e6,
+            name="twinpool-transfer",
+        )
+        self._assembly = assemble(
+            config,
+            role_name,
+            worker,
+            stack,
+            port=self._transfer,
+            receiver=self,
+            post=self._aio.call_soon_threadsafe,
+            observer=self._observer,
+            on_offers=self._transfer.set_offers,
+            on_fatal=self._on_fatal,
+        )
+        self._loop: StepLoop = self._assembly.loop
+        self._transfer_started = False
+        self._sessions: WorkerService | None = None
+        self._readers: HandoffService | None = None
+        self._owners: OwnerLinks | None = None
+
+    # --- Receiver: messages of the step thread
+
+    def to_session(self, session: int, message: pb.SessionResponse) -> None:
+        """See Receiver."""
+        if self._sessions is not None:
+            self._sessions.deliver(session, message)
+
+    def to_reader(self, stream: int, message: handoff_pb2.ExchangeResponse) -> None:
+        """See Receiver."""
+        if self._readers is not None:
+            self._readers.deliver(stream, message)
+
+    def to_owner(self, owner: WorkerKey, endpoint: str, message: handoff_pb2.ExchangeRequest) -> None:
+        """See Receiver."""
+        if self._owners is not None:
+            self._owners.deliver(owner, endpoint, message)
+
+    # --- life
+
+    @property
+    def seconds_since_turn(self) -> float:
+        """Age of the step loop's last turn. Beyond the length of a step, the thread is stuck."""
+        return self._loop.seconds_since_turn
+
+    async def start(self, server: rpc.Server) -> None:
+        """Registers the pool with the transfer layer, starts the threads and adds the services to ``server``.
+
+        Raises what the agent raises: TransferError, ImportError.
+        """
+        self._transfer_started = True
+        own = await asyncio.to_thread(self._transfer.start)
+        parts, config = self._assembly.parts, self._config
+        inspector = Inspector(
+            parts=parts,
+            loop=self._loop,
+            transfer=self._transfer,
+            observer=self._observer,
+            kv_bytes_per_token=self._stack.pool.kv_bytes_per_token,
+        )
+        self._sessions = WorkerService(
+            worker=self._worker,
+            role=self._loop.role.role,
+            limits=parts.limits,
+            loop=self._loop,
+            inspector=inspector,
+        )
+        self._readers = HandoffService(own=own, loop=self._loop)
+        self._owners = OwnerLinks(
+            own=own, peers=TransferPeers(self._transfer), loop=self._loop, config=config.rpc, tls=config.tls
+        )
+        server.add(
+            "twinpool.v1.WorkerService", worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._sessions
+        )
+        server.add(
+            "twinpool.v1.HandoffService", handoff_pb2_grpc.add_HandoffServiceServicer_to_server, self._readers
+        )
+        self._loop.start()
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuses new work and waits until nothing runs, at most ``seconds``; what is left then fails with
+        NOT_SERVING, which routers place anew. Whether all of it had ended by itself."""
+        if self._sessions is not None:
+            self._sessions.drain()
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.wrap_future(self._loop.when_quiet())
+            return True
+        except TimeoutError:
+            log.warning("drain_timeout", seconds=seconds)
+        except (CancelledError, asyncio.CancelledError):
+            if self._loop.alive:
+                raise
+            return False
+        await asyncio.wrap_future(self._loop.call(self._fail_rest))
+        return False
+
+    async def close_streams(self) -> None:
+        """Ends every stream, after what is queued for it."""
+        if self._sessions is not None:
+            self._sessions.close()
+        if self._readers is not None:
+            self._readers.close()
+        if self._owners is not None:
+            await self._owners.close()
+
+    async def stop(self) -> None:
+        """Ends the threads. Reads in flight end as failed, and are fenced by the end of the agent."""
+        if not await asyncio.to_thread(self._loop.stop, STEP_STOP_SECONDS):
+            log.error("step_thread_stuck", seconds=STEP_STOP_SECONDS)
+        if self._transfer_started:
+            await asyncio.to_thread(self._transfer.stop)
+
+    def _fail_rest(self) -> None:
+        self._loop.role.fail_all(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker} stops")
+        self._assembly.parts.outbox.flush()
+
+    def _on_fatal(self, detail: str) -> None:
+        self._aio.call_soon_threadsafe(self._fail, detail)
+
+    def _fail(self, detail: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(detail)
