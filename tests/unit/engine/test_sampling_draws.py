@@ -59,7 +59,7 @@ states = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(states, min_size=1, max_size=6), st.integers(0, 1000))
 def test_a_row_does_not_depend_on_the_batch(draws: list[SequenceDraw], seed: int) -> None:
     logits = logits_of(seed, len(draws))
@@ -78,7 +78,7 @@ def test_a_row_does_not_depend_on_the_batch(draws: list[SequenceDraw], seed: int
             assert mine.top_ids.tolist() == alone.logprobs[0].top_ids.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(any_params, history, st.integers(1, 11))
 def test_a_moved_stream_goes_on_as_it_would_have(params: DrawParams, prompt: list[int], cut: int) -> None:
     tokens = np.array(prompt, np.int32)
@@ -91,6 +91,7 @@ def test_a_moved_stream_goes_on_as_it_would_have(params: DrawParams, prompt: lis
     assert moved.outputs == stay.outputs
 
 
+@settings(deadline=None)
 @given(
     history,
     history,
@@ -202,6 +203,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert first.top_logprobs.tolist() == pytest.approx(best.values[:20].tolist(), abs=1e-5)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=30), st.integers(0, 20))
 def test_top_logprobs_order_equals_by_id(values: list[float], count: int) -> None:
     draw = SequenceDraw(DrawParams(temperature=0, logprobs=count))

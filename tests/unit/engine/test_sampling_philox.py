@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinpool.engine.sampling.philox import philox4x32, uniforms
@@ -34,6 +34,7 @@ def test_known_answers(counter: list[int], key: list[int], expected: list[int]) 
 place = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 15), st.integers(0, 2**20))
 
 
+@settings(deadline=None)
 @given(st.lists(place, min_size=1, max_size=8))
 def test_a_draw_depends_on_its_place_alone(places: list[tuple[int, int, int]]) -> None:
     together = draw(*places)
@@ -41,6 +42,7 @@ def test_a_draw_depends_on_its_place_alone(places: list[tuple[int, int, int]]) -
     assert all(0 <= value < 1 for value in together)
 
 
+@settings(deadline=None)
 @given(place)
 def test_each_part_of_the_place_matters(one: tuple[int, int, int]) -> None:
     seed, choice, position = one

@@ -22,7 +22,7 @@ def pieces(tokens: list[int], cuts: list[int]) -> Iterator[list[int]]:
         yield tokens[begin:end]
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from(zoo.ALL), st.booleans())
 def test_deltas_join_to_the_whole(data: st.DataObject, make: Callable[[], Backend], skip: bool) -> None:
     backend, factory = make(), FACTORIES[make]
@@ -38,7 +38,7 @@ def test_deltas_join_to_the_whole(data: st.DataObject, make: Callable[[], Backen
     assert text == backend.decode(tokens, skip_special_tokens=skip)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.text(max_size=40), st.sampled_from([zoo.byte_level, zoo.gemma]))
 def test_a_round_trip_streams_every_character_as_soon_as_it_is_whole(
     text: str, make: Callable[[], Backend]

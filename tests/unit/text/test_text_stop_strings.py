@@ -28,7 +28,7 @@ letters = st.text("ab", max_size=24)
 patterns = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(letters, patterns, st.lists(st.integers(0, 24), max_size=10))
 @example("aabaab", ["aab"], [])
 @example("ababac", ["abac", "bab"], [2, 3])
@@ -71,7 +71,7 @@ def test_characters_with_a_meaning_in_patterns_are_plain() -> None:
     assert matcher.push("x-y") == "x"
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_stream_cuts_text_and_tokens_at_the_stop(data: st.DataObject) -> None:
     text = data.draw(st.text("ab 日🙈", max_size=20))
