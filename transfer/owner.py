@@ -282,6 +282,9 @@ class OfferBook:
             for part in offer.parts:
                 if part.gone:
                     self._pins.unpin(offer.transfer_id, part.index)
+        elif offer.pinned:
+            # A ticket states a full lease from now, for the blocks before it too.
+            self._pins.renew(offer.transfer_id, until)
         offer.expires_at = until
         digests: list[int] = []
         if self._digest is not None and wanted(self._digest_policy, offer.transfer_id):

@@ -32,7 +32,9 @@ from twinpool.v1 import handoff_pb2, worker_pb2
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 256
-POISON = 0xEE
+OWNER_POISON, READER_POISON = 0xEE, 0xDD
+"""What freed blocks are overwritten with: different, so that an owner's poison shows in a reader's pool."""
+
 TICK_SECONDS = 0.01
 LEASE_SECONDS = 3.0
 READ_DEADLINE_SECONDS = 2.0
@@ -83,10 +85,11 @@ class Listener:
 class Party:
     """A worker: pool, block manager, agent and pump."""
 
-    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int, poison: int) -> None:
         self.world = world
         self.key = WorkerKey(name, incarnation)
-        self.pool = np.full((num_blocks, BLOCK_BYTES), POISON, dtype=np.uint8)
+        self.poison = poison
+        self.pool = np.full((num_blocks, BLOCK_BYTES), poison, dtype=np.uint8)
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.blocks = BlockManager(num_blocks, BLOCK_TOKENS, self.generations)
         self.memory = PoolMemory.of_array(self.pool)
@@ -99,7 +102,7 @@ class Party:
         self.poison_freed()
         blocks = self.blocks.allocate(count)
         assert blocks is not None, "the pool is full"
-        assert (self.pool[blocks] == POISON).all(), "something was written into a free block"
+        assert (self.pool[blocks] == self.poison).all(), "something was written into a free block"
         return blocks
 
     def give(self, blocks: Blocks) -> None:
@@ -108,12 +111,14 @@ class Party:
 
     def poison_freed(self) -> None:
         """Overwrites blocks whose content has ended."""
-        self.pool[self.blocks.drain_freed()] = POISON
+        self.pool[self.blocks.drain_freed()] = self.poison
 
     @property
     def at_rest(self) -> bool:
         manager = self.blocks
         manager.check()
+        if manager.free_blocks == manager.num_blocks:
+            assert (self.pool == self.poison).all(), "something was written into a free block"
         return manager.free_blocks == manager.num_blocks and self.pump.in_flight == 0
 
 
@@ -123,7 +128,7 @@ class Owner(Party):
     def __init__(
         self, world: World, name: str, incarnation: int, num_blocks: int, digests: DigestPolicy
     ) -> None:
-        super().__init__(world, name, incarnation, num_blocks)
+        super().__init__(world, name, incarnation, num_blocks, OWNER_POISON)
         self.ends: dict[AttemptKey, OfferEnd] = {}
         self.streams: dict[int, Reader] = {}
         self.book = OfferBook(
@@ -192,7 +197,7 @@ class Reader(Party):
     """A decode worker's half."""
 
     def __init__(self, world: World, name: str, incarnation: int, num_blocks: int) -> None:
-        super().__init__(world, name, incarnation, num_blocks)
+        super().__init__(world, name, incarnation, num_blocks, READER_POISON)
         self.to_owner: dict[WorkerKey, NoteShim[handoff_pb2.ExchangeRequest]] = {}
         self.from_owner: dict[WorkerKey, NoteShim[handoff_pb2.ExchangeResponse]] = {}
         self.pulls = PullManager(

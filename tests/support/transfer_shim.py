@@ -63,8 +63,8 @@ class ShimAgent:
         self.generation = ReadFaults()
         self.data_reads = 0
         self.generation_reads = 0
-        self.on_progress: Callable[[], None] = lambda: None
         self._clock = clock
+        self._delayed: list[_ShimRead] = []
 
     @property
     def descriptor(self) -> PeerDescriptor:
@@ -98,14 +98,9 @@ class ShimAgent:
         read = _own(handle)
         if read.state.status is not ReadStatus.PENDING:
             return read.state
+        self._post_due()
         if read.real is None:
-            if self._clock() < read.due:
-                return PENDING
-            try:
-                read.real = read.post()
-            except TransferError as error:
-                read.state = ReadState(ReadStatus.FAILED, True, error.fault, error.detail)
-                return read.state
+            return read.state
         state = self.real.poll(read.real)
         if state.status is ReadStatus.PENDING:
             return PENDING
@@ -120,7 +115,7 @@ class ShimAgent:
             self.real.release(read.real)
 
     def progress(self) -> None:
-        self.on_progress()
+        self._post_due()
         self.real.progress()
 
     def close(self) -> None:
@@ -132,7 +127,18 @@ class ShimAgent:
         read = _ShimRead(number, faults, self._clock() + faults.delay_seconds.get(number, 0.0), post)
         if read.due <= self._clock():
             read.real = post()
+        else:
+            self._delayed.append(read)
         return read
+
+    def _post_due(self) -> None:
+        """Moves the bytes of delayed reads, whether or not anyone still asks for them."""
+        for read in [read for read in self._delayed if read.due <= self._clock()]:
+            self._delayed.remove(read)
+            try:
+                read.real = read.post()
+            except TransferError as error:
+                read.state = ReadState(ReadStatus.FAILED, True, error.fault, error.detail)
 
 
 class NoteShim(Generic[M]):

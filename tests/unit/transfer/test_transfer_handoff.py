@@ -10,8 +10,8 @@ from tests.support.handoff_world import (
     BLOCK_TOKENS,
     FIRST_TOKEN,
     LEASE_SECONDS,
-    POISON,
     READ_DEADLINE_SECONDS,
+    READER_POISON,
     Owner,
     Reader,
     World,
@@ -87,8 +87,8 @@ def test_a_chunk_is_read_while_the_next_is_computed(world: World) -> None:
     prefill.chunk(2)
     world.run(0.1)
     assert reader.agent.data_reads == 1
-    assert (reader.pool[listener.local[:2]] != POISON).all()
-    assert (reader.pool[listener.local[2:]] == POISON).all()
+    assert (reader.pool[listener.local[:2]] != READER_POISON).all()
+    assert (reader.pool[listener.local[2:]] == READER_POISON).all()
     prefill.complete()
     world.run(0.1)
     assert reader.agent.data_reads == 2
@@ -194,8 +194,22 @@ def test_an_abort_keeps_the_blocks_until_the_late_bytes_have_landed(world: World
     world.run(1.0)
     assert events_at_landing == [[]]  # they did land, and nobody had been told before
     assert listener.events == ["drained"]
-    assert (reader.pool[other] == POISON).all()
+    assert (reader.pool[other] == READER_POISON).all()
     reader.give(other)
+    world.assert_at_rest()
+
+
+def test_an_abort_stops_what_is_not_posted(world: World) -> None:
+    owner, reader = pair(world)
+    listener = reader.expect(ATTEMPT, owner, shape(20 * BLOCK_TOKENS))
+    owner.prefill(ATTEMPT, [reader], shape(20 * BLOCK_TOKENS)).complete()
+    world.step()
+    assert 0 < reader.agent.data_reads < 10
+    reader.pulls.abort(world.now, ATTEMPT)
+    posted = reader.agent.data_reads
+    world.run(0.1)
+    assert reader.agent.data_reads == posted
+    assert listener.events == ["drained"]
     world.assert_at_rest()
 
 

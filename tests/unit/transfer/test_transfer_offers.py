@@ -207,6 +207,20 @@ def test_renewing_what_is_not_held_is_answered_with_its_loss(book: Recorder) -> 
     assert book.owner.at_rest
 
 
+def test_every_ticket_states_a_full_lease_for_all_blocks(book: Recorder) -> None:
+    book.book.begin(ATTEMPT, [book.one])
+    book.expect(1)
+    blocks = book.owner.take(1)
+    book.book.announce(0.0, ATTEMPT, 0, blocks, 16)
+    book.book.announce(LEASE_SECONDS - 1, ATTEMPT, 1, np.empty(0, np.int32), 16)
+    book.book.tick(LEASE_SECONDS + 1)
+    assert book.ends == {}
+    assert book.owner.blocks.pinned_blocks == 1
+    book.book.tick(2 * LEASE_SECONDS - 1)
+    assert book.ends == {ATTEMPT: OfferEnd.EXPIRED}
+    book.owner.give(blocks)
+
+
 def test_an_expectation_without_a_prefill_ends_by_the_clock(book: Recorder) -> None:
     book.expect(1, now=0.0)
     assert book.book.next_wake() == LEASE_SECONDS

@@ -123,6 +123,12 @@ class Soak:
         for case in self.cases:
             if pick.random() < 0.3:
                 self.finish(case)
+        if self.faults and self.cases and pick.random() < 0.2:
+            # The prefill leg is cancelled; after Complete nothing but pins holds its blocks.
+            case = pick.choice(self.cases)
+            reason = FailureReason.FAILURE_REASON_INTERNAL
+            if case.prefill is None:
+                case.owner.book.fail(case.attempt, reason, "injected")
         if self.faults and self.cases and pick.random() < 0.1:
             case = pick.choice(self.cases)
             case.aborted |= case.reader.pulls.abort(self.world.now, case.attempt)
@@ -168,6 +174,7 @@ class Soak:
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**32), st.booleans())
+@example(70863278, False)
 @example(1, True)
 @example(2, False)
 def test_random_hand_offs(seed: int, faults: bool) -> None:
