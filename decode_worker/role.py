@@ -77,6 +77,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             )
             raise CommandError(pb.FAILURE_REASON_NO_CAPACITY, detail)
         cached = self._scheduler.cached_tokens(seq) // self._limits.block_tokens
+        self._count_prefix(len(prompt), cached * self._limits.block_tokens)
         attempt = DecodeAttempt(work, session, deadline, seq, cached)
         self._attempts.add(attempt)
         shape = PromptShape(len(prompt), self._limits.block_tokens, cached)

@@ -136,6 +136,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         # The pins are taken here, so the sequence can go.
         self._offers.complete(now, attempt.key, attempt.offered, blocks, length, first_tokens)
         cached = self._scheduler.cached_tokens(seq)
+        self._count_prefix(length, cached)
         self._release(attempt)
         started = attempt.arrived if attempt.started is None else attempt.started
         done = pb.PrefillDone(

@@ -6,6 +6,7 @@ the new one has to serve under a new incarnation all the same.
 """
 
 import asyncio
+import contextlib
 import os
 import threading
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ class HostThread:
         self._aio: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._drain_seconds: float | None = None
+        self._stop_wanted = False
         self.failure: Failure | None = None
         self._thread = threading.Thread(target=self._main, name="twinpool-worker", daemon=True)
 
@@ -60,12 +62,12 @@ class HostThread:
     def stop(self, drain_seconds: float | None, timeout: float = STOP_SECONDS) -> bool:
         """Drains and ends the worker; whether its thread has ended."""
         self._drain_seconds = drain_seconds
+        self._stop_wanted = True
         loop, stopping = self._aio, self._stopping
         if loop is not None and stopping is not None and self._thread.is_alive():
-            try:
+            # RuntimeError: it has just ended by itself.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(stopping.set)
-            except RuntimeError:
-                pass  # it has just ended by itself
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -78,6 +80,9 @@ class HostThread:
 
     async def _run(self) -> None:
         self._aio, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        if self._stop_wanted:
+            # Told to stop before there was an event to set.
+            self._stopping.set()
         host = WorkerHost(self._config, self._role)
         logs.bind_context(worker=host.key.name)
         starting = asyncio.ensure_future(host.start())

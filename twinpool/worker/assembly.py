@@ -16,6 +16,7 @@ from twinpool.transfer.reader import PullManager
 from twinpool.transfer.session import ReadPort
 from twinpool.v1 import handoff_pb2 as handoff
 from twinpool.worker.load import LoadReporter
+from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox, Receiver
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.stack import EngineStack
@@ -102,6 +103,7 @@ def assemble(
         role=launch.role_factory(role_name)(parts),
         outbox=outbox,
         load=load,
+        meters=Meters(parts),
         poison_freed=config.kv.poison_freed,
         on_fatal=on_fatal,
         clock=clock,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from twinpool import errors, rpc
+from twinpool import errors, metrics, rpc
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
@@ -91,6 +91,7 @@ class OwnerLinks:
                 return
             link = OwnerLink(owner, endpoint)
             self._links[owner] = link
+            metrics.HANDOFF_PEERS.set(len(self._links))
             link.task = asyncio.create_task(self._run(link), name=f"owner-{owner.name}")
         link.send(message)
 
@@ -120,6 +121,7 @@ class OwnerLinks:
             # must not touch.
             link.out.close()
             del self._links[link.owner]
+            metrics.HANDOFF_PEERS.set(len(self._links))
             lost = partial(self._loop.role.on_owner_lost, link.owner, list(link.expected), reason, detail)
             self._loop.post(lost)
             log.info(

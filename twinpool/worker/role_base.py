@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
+from twinpool import metrics
 from twinpool._core import StepPlan
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
@@ -106,6 +107,7 @@ class RoleBase(ABC, Generic[A, W]):
         attempt = self._attempts.get(key)
         told = pb.SessionResponse(cancelled=pb.Cancelled(id=key.message()))
         if attempt is not None and attempt.session == session:
+            metrics.WORKER_CANCELLED_ATTEMPTS.inc()
             self._end(attempt, told, pb.FAILURE_REASON_UNSPECIFIED, "cancelled by the router")
         else:
             # Unknown, ended, or another router's: this session holds nothing under that id, as it wants.
@@ -161,6 +163,7 @@ class RoleBase(ABC, Generic[A, W]):
             self._outbox.session(attempt.session, told)
 
     def _tell_failed(self, session: int, key: AttemptKey, reason: Reason, detail: str) -> None:
+        metrics.WORKER_ATTEMPT_FAILURES.labels(pb.FailureReason.Name(reason)).inc()
         log.info("attempt_refused", attempt=str(key), reason=pb.FailureReason.Name(reason), detail=detail)
         failed = pb.AttemptFailed(id=key.message(), reason=reason, detail=detail)
         self._outbox.session(session, pb.SessionResponse(failed=failed))
@@ -172,6 +175,12 @@ class RoleBase(ABC, Generic[A, W]):
         except Exception as error:
             log.exception("attempt_raised", attempt=str(attempt.key))
             self._fail(attempt, pb.FAILURE_REASON_INTERNAL, f"{type(error).__name__} in the worker")
+
+    @staticmethod
+    def _count_prefix(prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt was looked up in the prefix cache."""
+        metrics.WORKER_PREFIX_QUERIES.inc(prompt_tokens)
+        metrics.WORKER_PREFIX_HITS.inc(cached_tokens)
 
     def _fail_unhealthy(self, attempts: list[A]) -> None:
         """Ends attempts whose logits were not finite, and drops the prefix cache.

@@ -6,12 +6,13 @@ The stream is the router's life: when it ends, all that the router started here 
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from twinpool import errors
+from twinpool import errors, metrics
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
@@ -132,6 +133,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 other.out.close(TwinpoolError("CANCELLED", "the router opened another session"))
         session = RouterSession(next(self._numbers), router)
         self._sessions[session.number] = session
+        metrics.WORKER_SESSIONS.set(len(self._sessions))
         self._loop.post(partial(self._loop.load.open, session.number))
         log.info("session_opened", session=session.number, router=router)
         return session
@@ -140,6 +142,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         session.out.close()
         if self._sessions.pop(session.number, None) is None:
             return
+        metrics.WORKER_SESSIONS.set(len(self._sessions))
         number = session.number
         self._loop.post(partial(self._loop.load.close, number))
         self._loop.post(partial(self._loop.role.on_session_closed, number))
@@ -170,4 +173,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             failed = pb.AttemptFailed(id=key.message(), reason=refused.reason, detail=refused.detail)
             session.out.send(pb.SessionResponse(failed=failed))
             return
-        self._loop.post(partial(self._loop.role.on_work, session.number, work))
+        if isinstance(work, CancelWork):
+            self._loop.post(partial(self._cancel, session.number, work, time.monotonic()))
+        else:
+            self._loop.post(partial(self._loop.role.on_work, session.number, work))
+
+    def _cancel(self, number: int, work: CancelWork, arrived: float) -> None:
+        """On the step thread: a cancel is answered in the call, so its time is the wait for the running step."""
+        self._loop.role.on_work(number, work)
+        metrics.WORKER_CANCEL_TIME.observe(time.monotonic() - arrived)

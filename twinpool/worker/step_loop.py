@@ -21,6 +21,7 @@ from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.logs import get_logger
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.load import LoadReporter
+from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox
 from twinpool.worker.role import RoleHandler
 
@@ -59,6 +60,7 @@ class StepLoop:
         role: RoleHandler,
         outbox: Outbox,
         load: LoadReporter,
+        meters: Meters,
         poison_freed: bool,
         on_fatal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -66,6 +68,7 @@ class StepLoop:
         """``on_fatal`` is called on the step thread, once, with why it gave up."""
         self.role = role
         self.load = load
+        self._meters = meters
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
@@ -182,6 +185,7 @@ class StepLoop:
         self.role.on_clock(now)
         self._poison()
         self.load.tick(now)
+        self._meters.tick(now)
         # What commands caused must not wait for a step that may take long.
         self._outbox.flush()
         worked = self._step(now)
@@ -207,22 +211,26 @@ class StepLoop:
             self._poison()
 
     def _step(self, now: float) -> bool:
+        began = self._clock()
         plan = self._scheduler.plan(now)
         # The step writes into blocks that the plan has given out: what it freed is poisoned before.
         self._poison()
         if plan.empty:
             self._scheduler.abort_plan(plan)
             return False
-        started = self._clock()
+        planned = self._clock()
         try:
             result = self._runner.step(plan, self.role.draws(plan))
         except Exception as error:
             log.exception("step_failed", sequences=len(plan.seq))
+            self._meters.step_failed()
             self._scheduler.abort_plan(plan)
             self.role.on_step_failed(plan, f"{type(error).__name__} in a step")
             return True
         self._scheduler.advance(plan, result.tokens)
-        self.load.step_took(self._clock() - started)
+        seconds = self._clock() - began
+        self.load.step_took(seconds)
+        self._meters.step(plan, planned - began, seconds)
         self.role.on_step(plan, result)
         return True
 

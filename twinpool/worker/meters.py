@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's metrics of steps and of what it holds."""
+
+from typing import Final
+
+from twinpool import metrics
+from twinpool._core import StepPlan
+from twinpool.worker.parts import WorkerParts
+
+REFRESH_SECONDS: Final = 0.25
+"""Gauges are set so often at most: a scraper comes every few seconds, a step every few milliseconds."""
+
+
+class Meters:
+    """Owned by the step thread."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._refreshed_at = float("-inf")
+        limits = parts.limits
+        metrics.WORKER_CACHE_CONFIG.info(
+            {"block_size": str(limits.block_tokens), "num_gpu_blocks": str(limits.num_blocks)}
+        )
+
+    def step(self, plan: StepPlan, plan_seconds: float, step_seconds: float) -> None:
+        """A step ran."""
+        tokens, decodes = int(plan.q_start[-1]), plan.num_decodes
+        metrics.WORKER_STEP_TIME.observe(step_seconds)
+        metrics.WORKER_PLAN_TIME.observe(plan_seconds)
+        metrics.WORKER_STEP_TOKENS.observe(tokens)
+        metrics.WORKER_PROMPT_TOKENS.inc(tokens - decodes)
+        metrics.WORKER_GENERATION_TOKENS.inc(int(plan.sample.sum()))
+        preempted = len(plan.preempted)
+        if preempted:
+            metrics.WORKER_PREEMPTIONS.inc(preempted)
+
+    def step_failed(self) -> None:
+        """A step raised."""
+        metrics.WORKER_STEP_FAILURES.inc()
+
+    def tick(self, now: float) -> None:
+        """Sets the gauges, unless that was done a moment ago."""
+        if now < self._refreshed_at + REFRESH_SECONDS:
+            return
+        self._refreshed_at = now
+        scheduler, blocks, pulls = self._parts.scheduler, self._parts.blocks, self._parts.pulls
+        metrics.WORKER_REQUESTS_RUNNING.set(scheduler.running)
+        metrics.WORKER_REQUESTS_WAITING.set(scheduler.waiting + scheduler.reserved)
+        metrics.WORKER_WAITING_PREFILL_TOKENS.set(scheduler.waiting_tokens)
+        metrics.WORKER_KV_USAGE.set(1.0 - blocks.available_blocks / blocks.num_blocks)
+        for state, count in (
+            ("free", blocks.free_blocks),
+            ("cached", blocks.cached_blocks),
+            ("held", blocks.held_blocks),
+            ("pinned", blocks.pinned_blocks),
+            ("quarantined", blocks.quarantined_blocks),
+        ):
+            metrics.WORKER_BLOCKS.labels(state).set(count)
+        metrics.HANDOFF_OFFERS.set(self._parts.offers.open)
+        metrics.HANDOFF_TRANSFERS.set(pulls.waiting + pulls.draining)
+        metrics.HANDOFF_QUARANTINED_BLOCKS.set(pulls.quarantined_blocks)
