@@ -21,6 +21,8 @@ def _common(config: RpcConfig, max_message_bytes: int) -> Options:
         ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
+        # The keep-alive's own timeout does not end a silent connection; this one does (60 s by default).
+        ("grpc.http2.ping_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

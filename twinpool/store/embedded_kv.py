@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import etcd3.etcdrpc as pb
 import grpc
 from etcd3.etcdrpc import kv_pb2
 
-from twinpool.store.mvcc import Mvcc, Version
+from twinpool.store.mvcc import Mvcc, Version, in_range
 
 MAX_TXN_OPS = 128
 """As etcd's default."""
@@ -77,9 +78,10 @@ def read(state: Mvcc, request: Any) -> Any:
 def put(state: Mvcc, request: Any) -> Any:
     """Put, inside ``Mvcc.write``. Raises Refusal, MvccError."""
     _check_key(request.key)
+    # In this order, and in a transaction in the other one: as etcd.
+    _check_lease(state, request)
+    _check_ignored(state, request)
     before = state.latest(request.key)
-    if (request.ignore_value or request.ignore_lease) and before is None:
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: key not found")
     value, lease = request.value, request.lease
     if before is not None and before.value is not None:
         value = before.value if request.ignore_value else value
@@ -102,63 +104,100 @@ def delete(state: Mvcc, request: Any) -> Any:
 
 
 def apply_txn(state: Mvcc, request: Any) -> Any:
-    """Txn, inside ``Mvcc.write``: all of it is one revision, or nothing. Raises Refusal, MvccError."""
-    _check_txn(state, request)
-    return _run_txn(state, request)
+    """Txn, inside ``Mvcc.write``: all of it is one revision, or nothing. Raises Refusal, MvccError.
+
+    Everything that can be refused is checked before the first change: a half-applied transaction cannot be taken
+    back.
+    """
+    _check_shape(request)
+    path = _choose(state, request)
+    return _run(state, request, path)
 
 
-def _run_txn(state: Mvcc, request: Any) -> Any:
-    succeeded = all(_holds(state, compare) for compare in request.compare)
-    response = pb.TxnResponse(succeeded=succeeded)
-    for op in request.success if succeeded else request.failure:
+@dataclass(slots=True)
+class _Path:
+    """Which branch each transaction takes, decided on the state before the first change, as etcd does."""
+
+    succeeded: bool
+    inner: list[_Path]
+
+
+def _choose(state: Mvcc, request: Any) -> _Path:
+    """Decides, and checks the operations of the branches taken."""
+    path = _Path(all(_holds(state, compare) for compare in request.compare), [])
+    ops = request.success if path.succeeded else request.failure
+    for op in ops:
+        if op.WhichOneof("request") == "request_put":
+            _check_ignored(state, op.request_put)
+            _check_lease(state, op.request_put)
+    for op in ops:
+        if op.WhichOneof("request") == "request_range":
+            # Reads it once in vain, for the revision.
+            read(state, op.request_range)
+    path.inner += [_choose(state, op.request_txn) for op in ops if op.WhichOneof("request") == "request_txn"]
+    return path
+
+
+def _run(state: Mvcc, request: Any, path: _Path) -> Any:
+    response = pb.TxnResponse(succeeded=path.succeeded)
+    nested = iter(path.inner)
+    for op in request.success if path.succeeded else request.failure:
         kind = op.WhichOneof("request")
         answer = response.responses.add()
         if kind == "request_range":
-            answer.response_range.CopyFrom(read(state, op.request_range))
+            inner = answer.response_range
+            inner.CopyFrom(read(state, op.request_range))
         elif kind == "request_put":
-            answer.response_put.CopyFrom(put(state, op.request_put))
+            inner = answer.response_put
+            inner.CopyFrom(put(state, op.request_put))
         elif kind == "request_delete_range":
-            answer.response_delete_range.CopyFrom(delete(state, op.request_delete_range))
+            inner = answer.response_delete_range
+            inner.CopyFrom(delete(state, op.request_delete_range))
         else:
-            answer.response_txn.CopyFrom(_run_txn(state, op.request_txn))
+            inner = answer.response_txn
+            inner.CopyFrom(_run(state, op.request_txn, next(nested)))
+        inner.header.revision = state.seen_revision
     return response
 
 
-def _check_txn(state: Mvcc, request: Any) -> None:
-    """Refuses before the first change, since a half-applied transaction cannot be taken back."""
+def _check_shape(request: Any) -> None:
+    """Refuses what etcd refuses without a look at its state, in both branches."""
+    if max(len(request.compare), len(request.success), len(request.failure)) > MAX_TXN_OPS:
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: too many operations in txn request")
     for compare in request.compare:
         _check_key(compare.key)
     for ops in (request.success, request.failure):
-        if len(ops) > MAX_TXN_OPS or len(request.compare) > MAX_TXN_OPS:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: too many operations in txn request")
         written: set[bytes] = set()
         for op in ops:
             kind = op.WhichOneof("request")
-            if kind == "request_txn":
-                _check_txn(state, op.request_txn)
-            elif kind == "request_put":
-                _check_put(state, op.request_put)
-                if op.request_put.key in written:
-                    raise Refusal(
-                        grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: duplicate key given in txn request"
-                    )
-                written.add(op.request_put.key)
-            elif kind == "request_range":
-                # Reads it once in vain: a refused revision must not surface between two changes.
-                read(state, op.request_range)
-            elif kind == "request_delete_range":
-                _check_key(op.request_delete_range.key)
-            else:
+            if kind is None:
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: key not found")
+            if kind == "request_txn":
+                _check_shape(op.request_txn)
+                continue
+            _check_key(getattr(op, kind).key)
+            if kind == "request_put":
+                if op.request_put.key in written:
+                    raise _DUPLICATE
+                written.add(op.request_put.key)
+        for op in ops:
+            if op.WhichOneof("request") == "request_delete_range":
+                gone = op.request_delete_range
+                if any(in_range(key, gone.key, gone.range_end) for key in written):
+                    raise _DUPLICATE
 
 
-def _check_put(state: Mvcc, request: Any) -> None:
-    _check_key(request.key)
+def _check_lease(state: Mvcc, request: Any) -> None:
     if request.lease and request.lease not in state.leases:
         raise Refusal(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+
+
+def _check_ignored(state: Mvcc, request: Any) -> None:
     if (request.ignore_value or request.ignore_lease) and state.latest(request.key) is None:
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: key not found")
 
+
+_DUPLICATE = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: duplicate key given in txn request")
 
 _ABSENT = Version(b"", b"", 0, 0, 0, 0)
 

@@ -50,6 +50,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     # Also becomes TCP_USER_TIMEOUT: a connection into a black hole ends instead of backing off for minutes.
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    # The keep-alive's own timeout does not end a silent connection; this one does (60 s by default).
+    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),

@@ -74,6 +74,11 @@ class Mvcc:
 
     # reads
 
+    @property
+    def seen_revision(self) -> int:
+        """The revision that a read sees: inside ``write``, after its first change, the one that is being made."""
+        return self.revision + bool(self._open)
+
     def latest(self, key: bytes) -> Version | None:
         """The key's present version, or None."""
         versions = self._versions.get(key)

@@ -123,7 +123,8 @@ class PrefixWatch:
                 failures = 0
                 cause = self._follow(snapshot.revision + 1)
             except (TwinpoolError, grpc.RpcError) as error:
-                if not self._closing.is_set():
+                # Told once for an outage, not once for each try.
+                if self._connected and not self._closing.is_set():
                     _log.warning("watch_cut", watch=self._name, error=_describe(error))
             except Exception as error:
                 # A fault of ours: keep the view and try again rather than follow nothing for ever.

@@ -11,6 +11,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.support.tcp_proxy import TcpProxy
 from twinpool import rpc
 from twinpool.config import RpcConfig
 from twinpool.errors import TwinpoolError, from_rpc_error
@@ -280,6 +281,33 @@ async def test_stop_cancels_what_outlasts_the_grace() -> None:
         await world.server.stop(0.2)
         assert 0.1 < time.monotonic() - started < 3
         await asyncio.wait_for(world.echo.closed.wait(), 5)
+
+
+async def test_a_peer_that_hangs_is_noticed_by_keep_alive() -> None:
+    config = RpcConfig(keepalive_seconds=1, keepalive_timeout_seconds=0.5)
+    async with World(config) as world:
+        proxy = TcpProxy(world.target)
+        async with rpc.channel(proxy.endpoint, config) as world.channel:
+            call = world.call("Stream")(BytesValue(value=b"hang"))
+            assert (await call.read()).value == b"first"
+            proxy.stall()
+            started = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(call.read(), 10)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert time.monotonic() - started < 5
+        proxy.close()
+
+
+async def test_silence_is_not_taken_for_a_hang() -> None:
+    config = RpcConfig(keepalive_seconds=1, keepalive_timeout_seconds=0.5)
+    async with World(config) as world:
+        call = world.call("Stream")(BytesValue(value=b"hang"))
+        assert (await call.read()).value == b"first"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(call.read())), 4)
+        assert not call.done()
+        call.cancel()
 
 
 def test_options_state_what_must_not_be_a_default() -> None:
