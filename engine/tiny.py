@@ -187,7 +187,8 @@ def _random_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[
     model = PagedDecoder(config, kernels, device="meta")
     weights: dict[str, Tensor] = {}
     for slot in model.slots():
-        generator = torch.Generator().manual_seed((zlib.crc32(slot.name.encode()) + (seed << 32)) % 2**63)
+        # 32 bits: torch's CPU generator ignores the rest of a seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
         noise = torch.randn(slot.shape, generator=generator)
         weights[slot.name] = _scaled(slot.name, noise).to(_stored_dtype(slot.name, dtype))
     return weights

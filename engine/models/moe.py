@@ -45,7 +45,7 @@ class Router(nn.Module):
         """Scores with those outside the token's best groups set to ``fill``; a group counts by the sum of its
         ``best`` highest scores."""
         config = self.config
-        by_group = scores.view(len(scores), config.num_groups, -1)
+        by_group = scores.view(len(scores), config.num_groups, config.num_experts // config.num_groups)
         # transformers sums the two best always; a group of one expert has but one.
         worth = by_group.topk(min(best, by_group.shape[-1]), dim=-1).values.sum(dim=-1)
         groups = worth.topk(config.groups_per_token, dim=-1, sorted=False).indices
@@ -88,7 +88,7 @@ class Experts(nn.Module):
         # Back in the tokens' order, so that the sum over a token's experts does not depend on the others.
         unsorted = torch.empty_like(outputs)
         unsorted[order] = outputs
-        shaped = unsorted.view(len(hidden), per_token, -1)
+        shaped = unsorted.view(len(hidden), per_token, hidden.shape[-1])
         return (shaped * weights.to(hidden.dtype)[..., None]).sum(dim=1)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
