@@ -21,57 +21,63 @@ struct Field {
 };
 
 using C = AdmissionConfig;
-constexpr double kMany = 1e15;
-constexpr double kDay = 86400.0;
+constexpr double k_many = 1e15;
+constexpr double k_day = 86400.0;
 
-const std::array kFields{
-    Field{"max_queue_requests", &C::max_queue_requests, 0, kMany},
-    Field{"max_queue_tokens", &C::max_queue_tokens, 0, kMany},
-    Field{"max_queue_bytes", &C::max_queue_bytes, 0, kMany},
-    Field{"queue_ttl_seconds", &C::queue_ttl_seconds, 1e-3, kDay},
-    Field{"ageing_seconds", &C::ageing_seconds, 1e-3, kDay},
-    Field{"max_bypass", &C::max_bypass, 0, kMany},
+constexpr std::array k_fields{
+    Field{"max_queue_requests", &C::max_queue_requests, 0, k_many},
+    Field{"max_queue_tokens", &C::max_queue_tokens, 0, k_many},
+    Field{"max_queue_bytes", &C::max_queue_bytes, 0, k_many},
+    Field{"queue_ttl_seconds", &C::queue_ttl_seconds, 1e-3, k_day},
+    Field{"ageing_seconds", &C::ageing_seconds, 1e-3, k_day},
+    Field{"max_bypass", &C::max_bypass, 0, k_many},
     Field{"max_attempts", &C::max_attempts, 1, 1000},
-    Field{"max_refusals", &C::max_refusals, 0, kMany},
-    Field{"refusal_backoff_seconds", &C::refusal_backoff_seconds, 1e-3, kDay},
-    Field{"max_tenant_requests", &C::max_tenant_requests, 0, kMany},
-    Field{"tenant_tokens_per_second", &C::tenant_tokens_per_second, 0, kMany},
-    Field{"tenant_burst_tokens", &C::tenant_burst_tokens, 0, kMany},
+    Field{"max_refusals", &C::max_refusals, 0, k_many},
+    Field{"refusal_backoff_seconds", &C::refusal_backoff_seconds, 1e-3, k_day},
+    Field{"max_tenant_requests", &C::max_tenant_requests, 0, k_many},
+    Field{"tenant_tokens_per_second", &C::tenant_tokens_per_second, 0, k_many},
+    Field{"tenant_burst_tokens", &C::tenant_burst_tokens, 0, k_many},
     Field{"tenant_max_priority", &C::tenant_max_priority, -100, 100},
-    Field{"prefill_window_tokens", &C::prefill_window_tokens, 0, kMany},
-    Field{"transfer_window_requests", &C::transfer_window_requests, 0, kMany},
+    Field{"prefill_window_tokens", &C::prefill_window_tokens, 0, k_many},
+    Field{"transfer_window_requests", &C::transfer_window_requests, 0, k_many},
     Field{"refuse_without_workers", &C::refuse_without_workers, 0, 1},
     Field{"early_rejection", &C::early_rejection, 0, 1},
     Field{"preemption", &C::preemption, 0, 1},
-    Field{"preemption_grace_seconds", &C::preemption_grace_seconds, 0, kDay},
+    Field{"preemption_grace_seconds", &C::preemption_grace_seconds, 0, k_day},
     Field{"expected_output_ratio", &C::expected_output_ratio, 0, 1},
     Field{"harm_weight", &C::harm_weight, 0, 1000},
     Field{"prefix_fetch", &C::prefix_fetch, 0, 1},
     Field{"local_prefill", &C::local_prefill, 0, 1},
-    Field{"index_max_bytes", &C::index_max_bytes, 0, kMany},
-    Field{"retry_after_min_seconds", &C::retry_after_min_seconds, 0, kDay},
-    Field{"retry_after_max_seconds", &C::retry_after_max_seconds, 0, kDay},
+    Field{"index_max_bytes", &C::index_max_bytes, 0, k_many},
+    Field{"retry_after_min_seconds", &C::retry_after_min_seconds, 0, k_day},
+    Field{"retry_after_max_seconds", &C::retry_after_max_seconds, 0, k_day},
 };
 
-const auto kNames = [] {
-  std::array<std::string_view, kFields.size()> names;
-  std::transform(kFields.begin(), kFields.end(), names.begin(), [](const Field& field) { return field.name; });
+constexpr auto k_names = [] {
+  std::array<std::string_view, k_fields.size()> names{};
+  std::transform(k_fields.begin(), k_fields.end(), names.begin(), [](const Field& field) { return field.name; });
   return names;
 }();
 
 std::string number(double value) {
   std::string text = std::to_string(value);
   text.erase(text.find_last_not_of('0') + 1);
-  if (!text.empty() && text.back() == '.') text.pop_back();
+  if (!text.empty() && text.back() == '.') {
+    text.pop_back();
+  }
   return text;
 }
 
 const Field& find(std::string_view name) {
-  for (const Field& field : kFields) {
-    if (field.name == name) return field;
+  for (const Field& field : k_fields) {
+    if (field.name == name) {
+      return field;
+    }
   }
   std::string all;
-  for (const std::string_view known : kNames) all += (all.empty() ? "" : ", ") + std::string(known);
+  for (const std::string_view known : k_names) {
+    all += (all.empty() ? "" : ", ") + std::string(known);
+  }
   throw CoreError("unknown field " + std::string(name) + "; allowed: " + all);
 }
 
@@ -94,12 +100,18 @@ void AdmissionConfig::set(std::string_view name, double value) {
 
 double AdmissionConfig::get(std::string_view name) const {
   const Field& field = find(name);
-  if (const auto* member = std::get_if<std::int64_t C::*>(&field.member)) return static_cast<double>(this->**member);
+  if (const auto* member = std::get_if<std::int64_t C::*>(&field.member)) {
+    return static_cast<double>(this->**member);
+  }
   return this->*std::get<double C::*>(field.member);
 }
 
-bool AdmissionConfig::whole(std::string_view name) { return std::holds_alternative<std::int64_t C::*>(find(name).member); }
+bool AdmissionConfig::whole(std::string_view name) {
+  return std::holds_alternative<std::int64_t C::*>(find(name).member);
+}
 
-std::span<const std::string_view> AdmissionConfig::fields() noexcept { return kNames; }
+std::span<const std::string_view> AdmissionConfig::fields() noexcept {
+  return k_names;
+}
 
 }  // namespace twinpool::admission

@@ -18,8 +18,8 @@ struct AdmissionConfig {
   std::int64_t max_bypass = 32;     // smaller requests that may go before one that does not fit yet
 
   // Attempts.
-  std::int64_t max_attempts = 3;         // placements that failed, the first one included
-  std::int64_t max_refusals = 64;        // refusals by decode workers, which cost no attempt
+  std::int64_t max_attempts = 3;          // placements that failed, the first one included
+  std::int64_t max_refusals = 64;         // refusals by decode workers, which cost no attempt
   double refusal_backoff_seconds = 0.25;  // how long a refusing worker is not asked again if its report stays the same
 
   // What a tenant without own settings may do. 0: no limit.
@@ -35,13 +35,13 @@ struct AdmissionConfig {
   // Policy.
   std::int64_t refuse_without_workers = 0;  // 1: refuse at once where a role has no worker at all; 0: wait for one
   std::int64_t early_rejection = 1;         // 1: refuse what cannot meet its deadline by prediction
-  std::int64_t preemption = 0;              // 1: a higher priority takes the place of a lower one before its first token
-  double preemption_grace_seconds = 0.5;    // how long the higher one waits first
-  double expected_output_ratio = 0.5;       // of max_new_tokens, until outputs were seen
-  double harm_weight = 0.1;                 // seconds of delay that a second of slowed streams is worth
-  std::int64_t prefix_fetch = 0;            // 1: a prefill worker may pull a cached prefix from any worker
-  std::int64_t local_prefill = 0;           // 1: a decode worker may compute a short suffix itself
-  std::int64_t index_max_bytes = 256 << 20; // memory of the prefix index; 0: no limit
+  std::int64_t preemption = 0;            // 1: a higher priority takes the place of a lower one before its first token
+  double preemption_grace_seconds = 0.5;  // how long the higher one waits first
+  double expected_output_ratio = 0.5;     // of max_new_tokens, until outputs were seen
+  double harm_weight = 0.1;               // seconds of delay that a second of slowed streams is worth
+  std::int64_t prefix_fetch = 0;          // 1: a prefill worker may pull a cached prefix from any worker
+  std::int64_t local_prefill = 0;         // 1: a decode worker may compute a short suffix itself
+  std::int64_t index_max_bytes = std::int64_t{256} * 1024 * 1024;  // memory of the prefix index; 0: no limit
   double retry_after_min_seconds = 0.05;
   double retry_after_max_seconds = 60.0;
 

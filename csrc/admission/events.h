@@ -88,7 +88,9 @@ struct DecodeRefused : LegEvent {
   QueuePlace place;
   using LegEvent::operator();
   Either<Queued, Failed> operator()(Prefilling&& from) {
-    if (again) return Queued{std::move(from.tenant), std::move(place)};
+    if (again) {
+      return Queued{std::move(from.tenant), std::move(place)};
+    }
     return Failed{Cause::no_capacity};
   }
 };
@@ -174,14 +176,20 @@ struct WorkerLost : LegEvent {
   Either<Retrying, Failed> operator()(Prefilling&& from) const { return end(std::move(from.tenant)); }
   Either<Retrying, Failed> operator()(HandingOff&& from) const { return end(std::move(from.tenant)); }
   Either<Decoding, Retrying, Failed> operator()(Decoding&& from) const {
-    if (prefill_side) return std::move(from);
-    if (again) return Retrying{std::move(from.tenant), Cause::worker_lost};
+    if (prefill_side) {
+      return std::move(from);
+    }
+    if (again) {
+      return Retrying{std::move(from.tenant), Cause::worker_lost};
+    }
     return Failed{Cause::worker_lost};
   }
 
  private:
   Either<Retrying, Failed> end(TenantSlot&& tenant) const {
-    if (again) return Retrying{std::move(tenant), Cause::worker_lost};
+    if (again) {
+      return Retrying{std::move(tenant), Cause::worker_lost};
+    }
     return Failed{Cause::worker_lost};
   }
 };
@@ -197,8 +205,12 @@ struct AttemptFailed : LegEvent {
 
  private:
   Either<Retrying, Failed, Expired> end(TenantSlot&& tenant) const {
-    if (cause == Cause::deadline_exceeded) return Expired{cause};
-    if (again) return Retrying{std::move(tenant), cause};
+    if (cause == Cause::deadline_exceeded) {
+      return Expired{cause};
+    }
+    if (again) {
+      return Retrying{std::move(tenant), cause};
+    }
     return Failed{cause};
   }
 };
@@ -214,8 +226,8 @@ struct Requeue : IgnoredAtEnd {
 template <typename... Events>
 struct EventList {};
 /// In the order of the table. The first five are made by the core itself.
-using AllEvents = EventList<Enqueue, Reject, Place, QueueTimeout, Preempt, DecodeReserved, DecodeRefused,
-                            PrefillStarted, FirstToken, HandoffDone, Token, Delivered, Finish, Cancel, Deadline,
-                            WorkerLost, AttemptFailed, Requeue>;
+using AllEvents =
+    EventList<Enqueue, Reject, Place, QueueTimeout, Preempt, DecodeReserved, DecodeRefused, PrefillStarted, FirstToken,
+              HandoffDone, Token, Delivered, Finish, Cancel, Deadline, WorkerLost, AttemptFailed, Requeue>;
 
 }  // namespace twinpool::admission

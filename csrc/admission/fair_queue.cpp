@@ -6,12 +6,14 @@
 namespace twinpool::admission {
 
 QueuePlace FairQueue::push(double now, const QueueItem& item) {
-  Entry entry{item, item.priority, now + ageing_seconds_};
+  const Entry entry{item, item.priority, now + ageing_seconds_};
   items_.emplace(item.request, entry);
   insert(entry);
   tokens_ += item.tokens;
   bytes_ += item.bytes;
-  if (entry.band < kHighestPriority) promotions_.emplace(entry.promote_at, item.request);
+  if (entry.band < k_highest_priority) {
+    promotions_.emplace(entry.promote_at, item.request);
+  }
   return QueuePlace(*this, item.request);
 }
 
@@ -22,24 +24,34 @@ void FairQueue::age(double now) {
     Entry& entry = items_.at(request);
     extract(entry);
     const double late = now - entry.promote_at;
-    const int steps = 1 + static_cast<int>(std::min(late / ageing_seconds_, 2.0 * kHighestPriority));
-    entry.band = std::min(entry.band + steps, kHighestPriority);
+    const int steps = 1 + static_cast<int>(std::min(late / ageing_seconds_, 2.0 * k_highest_priority));
+    entry.band = std::min(entry.band + steps, k_highest_priority);
     entry.promote_at += steps * ageing_seconds_;
     insert(entry);
-    if (entry.band < kHighestPriority) promotions_.emplace(entry.promote_at, request);
+    if (entry.band < k_highest_priority) {
+      promotions_.emplace(entry.promote_at, request);
+    }
   }
 }
 
 void FairQueue::refund(TenantId tenant, int band_priority, double charged) noexcept {
   const auto band = bands_.find(band_priority);
-  if (band == bands_.end()) return;
+  if (band == bands_.end()) {
+    return;
+  }
   const auto flow = band->second.flows.find(tenant);
-  if (flow == band->second.flows.end()) return;
+  if (flow == band->second.flows.end()) {
+    return;
+  }
   Flow& f = flow->second;
   const bool active = !f.waiting.empty();
-  if (active) band->second.active.erase({f.virtual_time, tenant});
+  if (active) {
+    band->second.active.erase({f.virtual_time, tenant});
+  }
   f.virtual_time = std::max(0.0, f.virtual_time - charged);
-  if (active) band->second.active.emplace(f.virtual_time, tenant);
+  if (active) {
+    band->second.active.emplace(f.virtual_time, tenant);
+  }
 }
 
 int FairQueue::band(std::uint64_t request) const noexcept {
@@ -50,7 +62,9 @@ int FairQueue::band(std::uint64_t request) const noexcept {
 std::int64_t FairQueue::tokens_ahead(int priority) const noexcept {
   std::int64_t tokens = 0;
   for (const auto& [band_priority, band] : bands_) {
-    if (band_priority < priority) break;
+    if (band_priority < priority) {
+      break;
+    }
     tokens += band.tokens;
   }
   return tokens;
@@ -74,7 +88,9 @@ void FairQueue::extract(const Entry& entry) {
   Flow& flow = band.flows.at(entry.item.tenant);
   flow.waiting.erase(key(entry.item));
   band.tokens -= entry.item.tokens;
-  if (!flow.waiting.empty()) return;
+  if (!flow.waiting.empty()) {
+    return;
+  }
   band.active.erase({flow.virtual_time, entry.item.tenant});
   if (band.active.empty()) {
     bands_.erase(found);  // the end of a busy period: all tenants are level again
@@ -96,7 +112,9 @@ void FairQueue::charge(const Entry& entry) {
 
 void FairQueue::erase(std::uint64_t request) {
   const auto it = items_.find(request);
-  if (it == items_.end()) return;
+  if (it == items_.end()) {
+    return;
+  }
   const Entry& entry = it->second;
   extract(entry);
   tokens_ -= entry.item.tokens;

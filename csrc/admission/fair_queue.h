@@ -34,17 +34,19 @@ class FairQueue {
  public:
   enum class Verdict : std::uint8_t { skip, take, stop };
 
-  static constexpr int kHighestPriority = 100;
+  static constexpr int k_highest_priority = 100;
 
-  explicit FairQueue(double ageing_seconds) : ageing_seconds_(ageing_seconds) {}
+  explicit FairQueue(double ageing_seconds)
+      : ageing_seconds_(ageing_seconds) {}
   FairQueue(const FairQueue&) = delete;
   FairQueue& operator=(const FairQueue&) = delete;
+  ~FairQueue() = default;
 
   QueuePlace push(double now, const QueueItem& item);
   /// Raises what has waited long enough by one band for each ``ageing_seconds``.
   void age(double now);
 
-  /// Visits candidates of the highest band in order: tenants by virtual time, the first ``kDepth`` requests of each.
+  /// Visits candidates of the highest band in order: tenants by virtual time, the first ``k_depth`` requests of each.
   /// Returns the request that the visitor takes and charges its tenant; 0 if it takes none. The visitor must not
   /// change the queue; the caller ends the taken request's place afterwards.
   template <typename Visit>
@@ -62,7 +64,7 @@ class FairQueue {
 
  private:
   friend class QueuePlace;
-  static constexpr int kDepth = 2;
+  static constexpr int k_depth = 2;
 
   struct Key {
     bool later = false;  // not ``front``
@@ -107,7 +109,9 @@ class QueuePlace {
   QueuePlace() = default;
   QueuePlace(const QueuePlace&) = delete;
   QueuePlace& operator=(const QueuePlace&) = delete;
-  QueuePlace(QueuePlace&& other) noexcept : queue_(std::exchange(other.queue_, nullptr)), request_(other.request_) {}
+  QueuePlace(QueuePlace&& other) noexcept
+      : queue_(std::exchange(other.queue_, nullptr)),
+        request_(other.request_) {}
   QueuePlace& operator=(QueuePlace&& other) noexcept {
     if (this != &other) {
       reset();
@@ -120,9 +124,13 @@ class QueuePlace {
 
  private:
   friend class FairQueue;
-  QueuePlace(FairQueue& queue, std::uint64_t request) : queue_(&queue), request_(request) {}
+  QueuePlace(FairQueue& queue, std::uint64_t request)
+      : queue_(&queue),
+        request_(request) {}
   void reset() {
-    if (FairQueue* queue = std::exchange(queue_, nullptr)) queue->erase(request_);
+    if (FairQueue* queue = std::exchange(queue_, nullptr)) {
+      queue->erase(request_);
+    }
   }
 
   FairQueue* queue_ = nullptr;
@@ -132,13 +140,19 @@ class QueuePlace {
 template <typename Visit>
 std::uint64_t FairQueue::next(Visit&& visit) {
   for (auto& [priority, band] : bands_) {
-    if (band.active.empty()) continue;
+    if (band.active.empty()) {
+      continue;
+    }
     for (const auto& [virtual_time, tenant] : band.active) {
       int depth = 0;
       for (const Key& candidate : band.flows.at(tenant).waiting) {
-        if (++depth > kDepth) break;
+        if (++depth > k_depth) {
+          break;
+        }
         const Verdict verdict = visit(candidate.request);
-        if (verdict == Verdict::stop) return 0;
+        if (verdict == Verdict::stop) {
+          return 0;
+        }
         if (verdict == Verdict::take) {
           charge(items_.at(candidate.request));
           return candidate.request;

@@ -5,7 +5,7 @@ namespace twinpool::admission {
 
 namespace {
 
-constexpr std::size_t kOwnEvents = 5;  // the first of AllEvents
+constexpr std::size_t k_own_events = 5;  // the first of AllEvents
 
 template <typename Result>
 struct Targets {
@@ -57,30 +57,36 @@ void illegal_event(std::string_view event, std::string_view state) {
   throw CoreError("event=" + std::string(event) + "; state=" + std::string(state));
 }
 
-std::string_view name_of(const State& state) noexcept {
+std::string_view name_of(const State& state) {
   return std::visit([]<typename S>(const S&) { return S::name; }, state);
 }
 
-bool terminal(const State& state) noexcept {
+bool terminal(const State& state) {
   return std::visit([]<typename S>(const S&) { return is_terminal<S>; }, state);
 }
 
-Cause cause_of(const State& state) noexcept {
+Cause cause_of(const State& state) {
   return std::visit(
       []<typename S>(const S& s) {
-        if constexpr (requires { s.cause; }) return s.cause;
+        if constexpr (requires { s.cause; }) {
+          return s.cause;
+        }
         return Cause::none;
       },
       state);
 }
 
-std::vector<TransitionRow> transition_table() { return all_rows(AllEvents{}); }
+std::vector<TransitionRow> transition_table() {
+  return all_rows(AllEvents{});
+}
 
-std::vector<std::string_view> state_names() { return names(static_cast<const State*>(nullptr)); }
+std::vector<std::string_view> state_names() {
+  return names(static_cast<const State*>(nullptr));
+}
 
 std::vector<std::string_view> event_names() {
   std::vector<std::string_view> all = names(AllEvents{});
-  all.erase(all.begin(), all.begin() + kOwnEvents);
+  all.erase(all.begin(), all.begin() + k_own_events);
   return all;
 }
 

@@ -33,7 +33,8 @@ bool apply(State& state, Event&& event) {
             return true;
           } else {
             Result result = event(std::move(current));
-            std::visit([&](auto&& target) { state = State(std::move(target)); }, std::move(result));
+            std::visit([&](auto&& target) { state = State(std::forward<decltype(target)>(target)); },
+                       std::move(result));
             return true;
           }
         }
@@ -41,10 +42,10 @@ bool apply(State& state, Event&& event) {
       state);
 }
 
-std::string_view name_of(const State& state) noexcept;
-bool terminal(const State& state) noexcept;
+std::string_view name_of(const State& state);
+bool terminal(const State& state);
 /// Of a terminal state, and of Retrying; otherwise none.
-Cause cause_of(const State& state) noexcept;
+Cause cause_of(const State& state);
 
 /// One cell of the table: a state name, several joined by " or ", "ignored" or "error".
 struct TransitionRow {

@@ -17,24 +17,32 @@ class Rate {
  public:
   void add(double now, double amount) noexcept {
     decay(now);
-    if (weight_ == 0.0) since_ = now;
+    if (weight_ == 0.0) {
+      since_ = now;
+    }
     weight_ += amount;
   }
   /// Amount a second; 0 if nothing was counted.
   [[nodiscard]] double per_second(double now) noexcept {
     decay(now);
-    if (weight_ == 0.0) return 0.0;
+    if (weight_ == 0.0) {
+      return 0.0;
+    }
     // Young windows are shorter than the kernel; a second is the least to divide by.
-    const double span = kSpan * (1.0 - std::exp(-std::max(now - since_, 1.0) / kSpan));
+    const double span = k_span * (1.0 - std::exp(-std::max(now - since_, 1.0) / k_span));
     return weight_ / span;
   }
 
  private:
-  static constexpr double kSpan = 10.0;
+  static constexpr double k_span = 10.0;
   void decay(double now) noexcept {
-    if (now <= at_) return;
-    weight_ *= std::exp(-(now - at_) / kSpan);
-    if (weight_ < 1e-9) weight_ = 0.0;
+    if (now <= at_) {
+      return;
+    }
+    weight_ *= std::exp(-(now - at_) / k_span);
+    if (weight_ < 1e-9) {
+      weight_ = 0.0;
+    }
     at_ = now;
   }
   double weight_ = 0.0;
@@ -45,7 +53,8 @@ class Rate {
 /// Share of max_new_tokens that answers really use: fading mean and spread.
 class OutputRatio {
  public:
-  explicit OutputRatio(double prior) : mean_(prior) {}
+  explicit OutputRatio(double prior)
+      : mean_(prior) {}
   void add(double ratio) noexcept {
     const double weight = samples_ < 50 ? 1.0 / static_cast<double>(samples_ + 2) : 0.02;
     const double off = ratio - mean_;
@@ -68,18 +77,20 @@ class OutputRatio {
 
 struct Pool {
   Pool(std::uint32_t pool_id, const AdmissionConfig& config)
-      : id(pool_id), queue(config.ageing_seconds), output_ratio(config.expected_output_ratio) {}
+      : id(pool_id),
+        queue(config.ageing_seconds),
+        output_ratio(config.expected_output_ratio) {}
 
   std::uint32_t id;
   FairQueue queue;
   Rate drained_tokens;  // prompt tokens that left the queue for workers
   Rate ended_requests;
   OutputRatio output_ratio;
-  double retry_at = kNeverRetry;  // earliest end of a back-off that something waits for
+  double retry_at = k_never_retry;  // earliest end of a back-off that something waits for
   /// Requests in Prefilling, lowest priority first, then the one placed last: the order of victims.
   std::set<std::tuple<int, double, std::uint64_t>> prefilling;
 
-  static constexpr double kNeverRetry = 1e300;
+  static constexpr double k_never_retry = 1e300;
 };
 
 }  // namespace twinpool::admission

@@ -12,8 +12,9 @@
 
 namespace twinpool::admission {
 
-inline constexpr double kNever = std::numeric_limits<double>::infinity();
+inline constexpr double k_never = std::numeric_limits<double>::infinity();
 
+// NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding): in the order of meaning
 struct Request {
   std::uint64_t id = 0;
   std::string request_id;
@@ -25,22 +26,22 @@ struct Request {
   std::int64_t bytes = 0;
   int priority = 0;
   double arrival = 0.0;
-  double deadline = kNever;
+  double deadline = k_never;
   std::vector<std::uint8_t> hashes;  // 16 bytes a full block
 
   State state;
   std::uint32_t attempt = 1;  // of the placement that runs, or comes next
   std::int64_t failures = 0;
   std::int64_t refusals = 0;
-  std::int64_t output_tokens = 0;   // of the attempt, over all choices
-  bool delivered = false;           // the client has tokens
+  std::int64_t output_tokens = 0;  // of the attempt, over all choices
+  bool delivered = false;          // the client has tokens
   std::vector<placement::WorkerRef> avoid;
   bool avoid_strictly = false;  // the last failure must not meet the same worker again
 
   double queued_at = 0.0;
-  double queue_until = kNever;  // end of the longest wait
-  double timer_at = kNever;     // its entry in the timers
-  std::int64_t bypassed = 0;    // times that a smaller request went first
+  double queue_until = k_never;                // end of the longest wait
+  double timer_at = k_never;                   // its entry in the timers
+  std::int64_t bypassed = 0;                   // times that a smaller request went first
   std::uint64_t blocked_version = UINT64_MAX;  // of the worker table, when it could not be placed
   double blocked_until = 0.0;                  // or until then, whichever comes first
 
@@ -51,7 +52,7 @@ struct Request {
   double computing_since = 0.0;  // as far as is known
   bool clean_sample = false;     // the prefill worker was idle: its time tells its speed
   int charged_band = 0;
-  double charged = 0.0;       // virtual time that the tenant paid
+  double charged = 0.0;        // virtual time that the tenant paid
   double bucket_tokens = 0.0;  // taken from the tenant's bucket
 };
 

@@ -10,7 +10,9 @@ namespace twinpool::admission {
 namespace {
 
 std::int64_t parse_count(std::string_view event, std::string_view detail) {
-  if (detail.empty()) return 1;
+  if (detail.empty()) {
+    return 1;
+  }
   std::int64_t count = 0;
   const auto [end, error] = std::from_chars(detail.data(), detail.data() + detail.size(), count);
   require(error == std::errc() && end == detail.data() + detail.size() && count >= 0,
@@ -21,9 +23,15 @@ std::int64_t parse_count(std::string_view event, std::string_view detail) {
 enum class Leg : std::uint8_t { unknown, prefill, decode };
 
 Leg parse_leg(std::string_view event, std::string_view text) {
-  if (text.empty()) return Leg::unknown;
-  if (text == "prefill") return Leg::prefill;
-  if (text == "decode") return Leg::decode;
+  if (text.empty()) {
+    return Leg::unknown;
+  }
+  if (text == "prefill") {
+    return Leg::prefill;
+  }
+  if (text == "decode") {
+    return Leg::decode;
+  }
   throw CoreError("event=" + std::string(event) + "; leg=" + std::string(text) + "; allowed: prefill, decode");
 }
 
@@ -38,44 +46,70 @@ Transition RouterCore::advance(double now, std::uint64_t id, std::uint32_t attem
   }
   Request& request = found->second;
   const auto result = [&](bool applied) {
-    return Transition{applied, name_of(request.state), terminal(request.state), cause_of(request.state), request.attempt};
+    return Transition{applied, name_of(request.state), terminal(request.state), cause_of(request.state),
+                      request.attempt};
   };
   // These two are about the request, whatever its attempt.
-  if (event == Cancel::name) return result(transition(now, request, Cancel{}));
-  if (event == Deadline::name) return result(transition(now, request, Deadline{}));
+  if (event == Cancel::name) {
+    return result(transition(now, request, Cancel{}));
+  }
+  if (event == Deadline::name) {
+    return result(transition(now, request, Deadline{}));
+  }
 
-  require(attempt <= request.attempt, [&] {
-    return "attempt=" + std::to_string(attempt) + "; the newest is " + std::to_string(request.attempt);
-  });
+  require(attempt <= request.attempt,
+          [&] { return "attempt=" + std::to_string(attempt) + "; the newest is " + std::to_string(request.attempt); });
   static const std::vector<std::string_view> names = event_names();
   require(std::find(names.begin(), names.end(), event) != names.end(),
           [&] { return "unknown event " + std::string(event); });
-  if (attempt < request.attempt) return result(false);
+  if (attempt < request.attempt) {
+    return result(false);
+  }
 
-  if (event == Token::name) return result(on_tokens(now, request, detail, false));
-  if (event == Delivered::name) return result(on_tokens(now, request, detail, true));
+  if (event == Token::name) {
+    return result(on_tokens(now, request, detail, false));
+  }
+  if (event == Delivered::name) {
+    return result(on_tokens(now, request, detail, true));
+  }
   if (event == DecodeReserved::name) {
     request.computing_since = std::max(request.computing_since, now);
     return result(transition(now, request, DecodeReserved{}));
   }
-  if (event == DecodeRefused::name) return result(on_decode_refused(now, request));
+  if (event == DecodeRefused::name) {
+    return result(on_decode_refused(now, request));
+  }
   if (event == PrefillStarted::name) {
     request.computing_since = std::max(request.computing_since, now);
     return result(transition(now, request, PrefillStarted{}));
   }
-  if (event == FirstToken::name) return result(on_first_token(now, request));
-  if (event == HandoffDone::name) return result(transition(now, request, HandoffDone{}));
-  if (event == Finish::name) return result(transition(now, request, Finish{}));
-  if (event == WorkerLost::name) return result(on_worker_lost(now, request, detail));
-  if (event == AttemptFailed::name) return result(on_attempt_failed(now, request, detail));
+  if (event == FirstToken::name) {
+    return result(on_first_token(now, request));
+  }
+  if (event == HandoffDone::name) {
+    return result(transition(now, request, HandoffDone{}));
+  }
+  if (event == Finish::name) {
+    return result(transition(now, request, Finish{}));
+  }
+  if (event == WorkerLost::name) {
+    return result(on_worker_lost(now, request, detail));
+  }
+  if (event == AttemptFailed::name) {
+    return result(on_attempt_failed(now, request, detail));
+  }
   return result(on_requeue(now, request));
 }
 
 bool RouterCore::on_decode_refused(double now, Request& request) {
   DecodeRefused event{};
-  auto* prefilling = std::get_if<Prefilling>(&request.state);
-  if (prefilling == nullptr) return transition(now, request, std::move(event));
-  if (prefilling->reserved) illegal_event(DecodeRefused::name, "Prefilling after decode_reserved");
+  const auto* prefilling = std::get_if<Prefilling>(&request.state);
+  if (prefilling == nullptr) {
+    return transition(now, request, std::move(event));
+  }
+  if (prefilling->reserved) {
+    illegal_event(DecodeRefused::name, "Prefilling after decode_reserved");
+  }
   ++request.refusals;
   event.again = request.refusals <= config_.max_refusals;
   if (placement::Worker* worker = workers_.get(request.decision.best.decode)) {
@@ -116,8 +150,10 @@ bool RouterCore::on_tokens(double now, Request& request, std::string_view detail
     const std::int64_t size = worker->spec.block_tokens;
     event.grown_blocks = (request.output_tokens + tokens) / size - request.output_tokens / size;
   }
-  const bool applied = transition(now, request, std::move(event));
-  if (applied) request.output_tokens += tokens;
+  const bool applied = transition(now, request, event);
+  if (applied) {
+    request.output_tokens += tokens;
+  }
   return applied;
 }
 
@@ -131,8 +167,10 @@ bool RouterCore::on_worker_lost(double now, Request& request, std::string_view d
   event.prefill_side = leg == Leg::prefill;
   event.again = attempts_left(request);
   const placement::Candidate pair = request.decision.best;
-  const bool applied = transition(now, request, std::move(event));
-  if (!applied || std::holds_alternative<Decoding>(request.state)) return applied;
+  const bool applied = transition(now, request, event);
+  if (!applied || std::holds_alternative<Decoding>(request.state)) {
+    return applied;
+  }
   ++request.failures;
   request.avoid.push_back(leg == Leg::prefill ? pair.prefill : pair.decode);
   return true;
@@ -141,24 +179,32 @@ bool RouterCore::on_worker_lost(double now, Request& request, std::string_view d
 bool RouterCore::on_attempt_failed(double now, Request& request, std::string_view detail) {
   const std::size_t colon = detail.find(':');
   const Failure failure = parse_failure(detail.substr(0, colon));
-  const Leg leg = colon == std::string_view::npos ? Leg::unknown
-                                                  : parse_leg(AttemptFailed::name, detail.substr(colon + 1));
+  const Leg leg =
+      colon == std::string_view::npos ? Leg::unknown : parse_leg(AttemptFailed::name, detail.substr(colon + 1));
   const placement::Candidate pair = request.decision.best;
   const placement::WorkerRef at = leg == Leg::prefill ? pair.prefill : pair.decode;
   AttemptFailed event{};
   event.cause = failure.cause;
   event.again = failure.retryable && attempts_left(request) && (failure.same_worker || has_other_worker(at));
-  const bool applied = transition(now, request, std::move(event));
-  if (!applied) return false;
+  const bool applied = transition(now, request, event);
+  if (!applied) {
+    return false;
+  }
   ++request.failures;
-  if (leg != Leg::decode) request.avoid.push_back(pair.prefill);
-  if (leg != Leg::prefill) request.avoid.push_back(pair.decode);
+  if (leg != Leg::decode) {
+    request.avoid.push_back(pair.prefill);
+  }
+  if (leg != Leg::prefill) {
+    request.avoid.push_back(pair.decode);
+  }
   return true;
 }
 
 bool RouterCore::has_other_worker(placement::WorkerRef ref) const noexcept {
   const placement::Worker* worker = workers_.get(ref);
-  if (worker == nullptr) return true;
+  if (worker == nullptr) {
+    return true;
+  }
   for (const std::uint32_t slot : workers_.of_pool(worker->pool_id)) {
     const placement::Worker& other = workers_.at(slot);
     if (&other != worker && other.spec.role == worker->spec.role && other.spec.state == placement::WorkerState::ready) {
@@ -170,7 +216,9 @@ bool RouterCore::has_other_worker(placement::WorkerRef ref) const noexcept {
 
 bool RouterCore::on_requeue(double now, Request& request) {
   Requeue event{};
-  if (!std::holds_alternative<Retrying>(request.state)) return transition(now, request, std::move(event));
+  if (!std::holds_alternative<Retrying>(request.state)) {
+    return transition(now, request, std::move(event));
+  }
   pool_of(request).queue.refund(request.tenant, request.charged_band, request.charged);
   request.queue_until = now + config_.queue_ttl_seconds;
   event.place = enter_queue(now, request, true);
@@ -189,7 +237,9 @@ void RouterCore::changed(double now, Request& request, std::size_t before) {
     of.prefilling.erase(entry);
   }
   set_timer(request);
-  if (!terminal(request.state)) return;
+  if (!terminal(request.state)) {
+    return;
+  }
   of.ended_requests.add(now, 1.0);
   const std::int64_t asked = request.max_new_tokens * request.choices;
   if (std::holds_alternative<Finished>(request.state) && request.output_tokens > 0) {
@@ -205,11 +255,19 @@ void RouterCore::changed(double now, Request& request, std::size_t before) {
 }
 
 void RouterCore::set_timer(Request& request) {
-  double at = terminal(request.state) ? kNever : request.deadline;
-  if (std::holds_alternative<Queued>(request.state)) at = std::min(at, request.queue_until);
-  if (at == request.timer_at) return;
-  if (request.timer_at != kNever) timers_.erase({request.timer_at, request.id});
-  if (at != kNever) timers_.emplace(at, request.id);
+  double at = terminal(request.state) ? k_never : request.deadline;
+  if (std::holds_alternative<Queued>(request.state)) {
+    at = std::min(at, request.queue_until);
+  }
+  if (at == request.timer_at) {
+    return;
+  }
+  if (request.timer_at != k_never) {
+    timers_.erase({request.timer_at, request.id});
+  }
+  if (at != k_never) {
+    timers_.emplace(at, request.id);
+  }
   request.timer_at = at;
 }
 

@@ -83,6 +83,7 @@ class RouterCore {
   explicit RouterCore(const AdmissionConfig& config);
   RouterCore(const RouterCore&) = delete;
   RouterCore& operator=(const RouterCore&) = delete;
+  ~RouterCore() = default;
 
   // Cluster view (router_workers.cpp). Figures of unknown incarnations are ignored: they are late.
   void upsert_worker(double now, const placement::WorkerSpec& spec);
@@ -105,7 +106,7 @@ class RouterCore {
   // Requests.
   Submission submit(double now, const SubmitArguments& arguments);  // router_submit.cpp
   void plan(double now, std::vector<Action>& actions);              // router_plan.cpp
-  [[nodiscard]] double next_wake(double now) const;                 // kNever: no need
+  [[nodiscard]] double next_wake(double now) const;                 // k_never: no need
   Transition advance(double now, std::uint64_t request, std::uint32_t attempt, std::string_view event,
                      std::string_view detail);  // router_advance.cpp
   void forget(std::uint64_t request);
@@ -115,7 +116,7 @@ class RouterCore {
   [[nodiscard]] std::map<std::string, std::int64_t> stats() const;
   [[nodiscard]] const Request& request(std::uint64_t request) const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint32_t>> requests_on(const std::string& name,
-                                                                                std::uint64_t incarnation) const;
+                                                                                 std::uint64_t incarnation) const;
   [[nodiscard]] const placement::WorkerTable& workers() const noexcept { return workers_; }
   [[nodiscard]] const prefix::PrefixIndex& index() const noexcept { return index_; }
   [[nodiscard]] const AdmissionConfig& config() const noexcept { return config_; }
@@ -161,7 +162,9 @@ class RouterCore {
   bool transition(double now, Request& request, Event&& event) {
     const std::size_t before = request.state.index();
     const bool applied = apply(request.state, event);
-    if (applied) changed(now, request, before);
+    if (applied) {
+      changed(now, request, before);
+    }
     return applied;
   }
   void changed(double now, Request& request, std::size_t before);

@@ -7,23 +7,27 @@
 namespace twinpool::admission {
 
 namespace {
-constexpr int kScan = 8;  // candidates looked at while the first does not fit
+constexpr int k_scan = 8;  // candidates looked at while the first does not fit
 }
 
 void RouterCore::plan(double now, std::vector<Action>& actions) {
   actions.clear();
   expire(now, actions);
   for (const auto& each : pools_) {
-    if (each->queue.requests() > 0) place_pool(now, *each, actions);
+    if (each->queue.requests() > 0) {
+      place_pool(now, *each, actions);
+    }
   }
 }
 
 double RouterCore::next_wake(double now) const {
-  double at = timers_.empty() ? kNever : timers_.begin()->first;
+  double at = timers_.empty() ? k_never : timers_.begin()->first;
   for (const auto& each : pools_) {
-    if (each->queue.requests() > 0 && each->retry_at < Pool::kNeverRetry) at = std::min(at, each->retry_at);
+    if (each->queue.requests() > 0 && each->retry_at < Pool::k_never_retry) {
+      at = std::min(at, each->retry_at);
+    }
   }
-  return at == kNever ? kNever : std::max(at, now);
+  return at == k_never ? k_never : std::max(at, now);
 }
 
 void RouterCore::expire(double now, std::vector<Action>& actions) {
@@ -42,13 +46,15 @@ void RouterCore::expire(double now, std::vector<Action>& actions) {
 void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions) {
   from.queue.age(now);
   for (;;) {
-    from.retry_at = Pool::kNeverRetry;
+    from.retry_at = Pool::k_never_retry;
     int scanned = 0;
     Request* hopeless = nullptr;
     std::vector<Request*> passed;
     const std::uint64_t taken = from.queue.next([&](std::uint64_t id) {
       Request& request = requests_.at(id);
-      if (scanned++ == kScan) return FairQueue::Verdict::stop;
+      if (scanned++ == k_scan) {
+        return FairQueue::Verdict::stop;
+      }
       if (try_place(now, from, request)) {
         const double first_token = request.decision.best.terms.first_token();
         const placement::Worker* worker = workers_.get(request.decision.best.prefill);
@@ -69,12 +75,16 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
       continue;
     }
     if (taken != 0) {
-      for (Request* request : passed) ++request->bypassed;
+      for (Request* request : passed) {
+        ++request->bypassed;
+      }
       bypassed_ += passed.size();
       place(now, from, requests_.at(taken), actions);
       continue;
     }
-    if (passed.empty() || config_.preemption == 0 || !preempt_for(now, from, *passed.front(), actions)) return;
+    if (passed.empty() || config_.preemption == 0 || !preempt_for(now, from, *passed.front(), actions)) {
+      return;
+    }
   }
 }
 
@@ -88,9 +98,11 @@ bool RouterCore::try_place(double now, Pool& from, Request& request) {
       decide(now, request, scratch_, false);
     }
     request.decision = scratch_;
-    if (scratch_.obstacle == placement::Obstacle::none) return true;
+    if (scratch_.obstacle == placement::Obstacle::none) {
+      return true;
+    }
     request.blocked_version = workers_.version();
-    request.blocked_until = scratch_.retry_at > 0 ? scratch_.retry_at : kNever;
+    request.blocked_until = scratch_.retry_at > 0 ? scratch_.retry_at : k_never;
   }
   from.retry_at = std::min(from.retry_at, request.blocked_until);
   return false;
@@ -123,7 +135,8 @@ void RouterCore::place(double now, Pool& from, Request& request, std::vector<Act
 
   Place event;
   if (!best.local) {
-    event.work = placement::PrefillWork(workers_, best.prefill, best.uncached_tokens, blocks - best.prefill_cached_blocks);
+    event.work =
+        placement::PrefillWork(workers_, best.prefill, best.uncached_tokens, blocks - best.prefill_cached_blocks);
     event.transfer = placement::TransferSlot(workers_, best.decode, blocks - best.decode_cached_blocks);
   }
   event.blocks =
@@ -155,14 +168,18 @@ bool RouterCore::preempt_for(double now, Pool& from, const Request& request, std
   const Obstacle obstacle = request.decision.obstacle;
   const bool room = obstacle == Obstacle::prefill_window || obstacle == Obstacle::decode_sequences ||
                     obstacle == Obstacle::decode_blocks || obstacle == Obstacle::transfer_window;
-  if (!room || from.prefilling.empty()) return false;
+  if (!room || from.prefilling.empty()) {
+    return false;
+  }
   const double since = request.queued_at + config_.preemption_grace_seconds;
   if (now < since) {
     from.retry_at = std::min(from.retry_at, since);
     return false;
   }
   const auto [priority, placed, id] = *from.prefilling.begin();
-  if (priority >= request.priority) return false;
+  if (priority >= request.priority) {
+    return false;
+  }
   Request& victim = requests_.at(id);
   const placement::Candidate pair = victim.decision.best;
   transition(now, victim, Preempt{});
@@ -197,7 +214,9 @@ bool RouterCore::has_ready_pair(const Pool& from) const {
   bool decode = false;
   for (const std::uint32_t slot : workers_.of_pool(from.id)) {
     const placement::WorkerSpec& spec = workers_.at(slot).spec;
-    if (spec.state != placement::WorkerState::ready) continue;
+    if (spec.state != placement::WorkerState::ready) {
+      continue;
+    }
     (spec.role == placement::Role::prefill ? prefill : decode) = true;
   }
   return prefill && decode;

@@ -6,7 +6,9 @@
 
 namespace twinpool::admission {
 
-std::string_view RouterCore::state(std::uint64_t id) const { return name_of(request(id).state); }
+std::string_view RouterCore::state(std::uint64_t id) const {
+  return name_of(request(id).state);
+}
 
 const Request& RouterCore::request(std::uint64_t id) const {
   const auto found = requests_.find(id);
@@ -28,7 +30,9 @@ std::map<std::string, std::int64_t> RouterCore::stats() const {
   out["queued_tokens"] = tokens;
   out["queued_bytes"] = bytes;
   const auto names = state_names();
-  for (std::size_t i = 0; i < names.size(); ++i) out["state_" + std::string(names[i])] = in_state_[i];
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    out["state_" + std::string(names[i])] = in_state_[i];
+  }
   out["requests"] = static_cast<std::int64_t>(requests_.size());
   out["reservations"] = static_cast<std::int64_t>(workers_.reservations());
   out["workers"] = static_cast<std::int64_t>(workers_.size());
@@ -38,24 +42,30 @@ std::map<std::string, std::int64_t> RouterCore::stats() const {
   out["index_blocks"] = static_cast<std::int64_t>(index_.blocks());
   out["index_bytes"] = static_cast<std::int64_t>(index_.bytes());
   out["index_evicted"] = static_cast<std::int64_t>(index_.evicted());
-  for (const auto& [cause, count] : refused_) out["refused_" + std::string(name_of(cause))] = count;
+  for (const auto& [cause, count] : refused_) {
+    out["refused_" + std::string(name_of(cause))] = count;
+  }
   return out;
 }
 
 std::vector<std::pair<std::uint64_t, std::uint32_t>> RouterCore::requests_on(const std::string& name,
-                                                                            std::uint64_t incarnation) const {
+                                                                             std::uint64_t incarnation) const {
   std::vector<std::pair<std::uint64_t, std::uint32_t>> out;
   const placement::Worker* worker = const_cast<placement::WorkerTable&>(workers_).find(name, incarnation);
-  if (worker == nullptr) return out;
+  if (worker == nullptr) {
+    return out;
+  }
   const placement::WorkerRef ref = workers_.ref(*worker);
   for (const auto& [id, request] : requests_) {
     const bool prefill = std::holds_alternative<Prefilling>(request.state);
-    const bool decode = prefill || std::holds_alternative<HandingOff>(request.state) ||
-                        std::holds_alternative<Decoding>(request.state);
+    const bool decode =
+        prefill || std::holds_alternative<HandingOff>(request.state) || std::holds_alternative<Decoding>(request.state);
     const placement::Candidate& pair = request.decision.best;
     // The prefill worker still pins the blocks while they are handed off.
     const bool owner = prefill || std::holds_alternative<HandingOff>(request.state);
-    if ((owner && pair.prefill == ref) || (decode && pair.decode == ref)) out.emplace_back(id, request.attempt);
+    if ((owner && pair.prefill == ref) || (decode && pair.decode == ref)) {
+      out.emplace_back(id, request.attempt);
+    }
   }
   std::sort(out.begin(), out.end());
   return out;

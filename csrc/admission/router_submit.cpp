@@ -9,12 +9,14 @@ namespace twinpool::admission {
 
 namespace {
 
-constexpr double kUnknownRetrySeconds = 1.0;  // where nothing was measured yet
+constexpr double k_unknown_retry_seconds = 1.0;  // where nothing was measured yet
 
 std::string limit_text(const char* name, double value) {
   std::string number = std::to_string(value);
   number.erase(number.find_last_not_of('0') + 1);
-  if (number.back() == '.') number.pop_back();
+  if (number.back() == '.') {
+    number.pop_back();
+  }
   return std::string(name) + "=" + number;
 }
 
@@ -28,13 +30,19 @@ Submission RouterCore::submit(double now, const SubmitArguments& arguments) {
     ++refused_[refusal.cause];
     return Submission{false, 0, cause_of(state), refusal.limit, refusal.retry_after};
   };
-  if (by_request_id_.contains(arguments.request_id)) return refuse({Cause::duplicate_request, "", 0.0});
+  if (by_request_id_.contains(arguments.request_id)) {
+    return refuse({Cause::duplicate_request, "", 0.0});
+  }
   const TenantId tenant = tenants_.id(now, arguments.tenant);
   Pool& to = pool(arguments.pool);
 
   Refusal refusal = check_tenant(now, arguments, tenant);
-  if (refusal.cause == Cause::none) refusal = check_capacity(arguments, to);
-  if (refusal.cause != Cause::none) return refuse(refusal);
+  if (refusal.cause == Cause::none) {
+    refusal = check_capacity(arguments, to);
+  }
+  if (refusal.cause != Cause::none) {
+    return refuse(refusal);
+  }
 
   Request request;
   request.request_id = arguments.request_id;
@@ -46,12 +54,18 @@ Submission RouterCore::submit(double now, const SubmitArguments& arguments) {
   request.bytes = arguments.bytes;
   request.priority = static_cast<int>(std::min<std::int64_t>(arguments.priority, tenants_.limits(tenant).max_priority));
   request.arrival = now;
-  if (arguments.deadline > 0) request.deadline = arguments.deadline;
+  if (arguments.deadline > 0) {
+    request.deadline = arguments.deadline;
+  }
   request.hashes.assign(arguments.hashes.begin(), arguments.hashes.end());
 
   refusal = check_deadline(now, request, to);
-  if (refusal.cause == Cause::none) refusal = check_queue(now, request, to);
-  if (refusal.cause != Cause::none) return refuse(refusal);
+  if (refusal.cause == Cause::none) {
+    refusal = check_queue(now, request, to);
+  }
+  if (refusal.cause != Cause::none) {
+    return refuse(refusal);
+  }
 
   // Nothing refuses from here on.
   request.id = next_request_++;
@@ -78,8 +92,8 @@ void RouterCore::check_arguments(double now, const SubmitArguments& arguments) c
   require(arguments.bytes >= 0, "bytes; allowed: 0 or more");
   require(arguments.priority >= -100 && arguments.priority <= 100, "priority; allowed: -100 to 100");
   require(std::isfinite(arguments.deadline) && arguments.deadline >= 0, "deadline; allowed: 0 (none) or a time");
-  require(arguments.hashes.size() % prefix::kHashBytes == 0, "hashes; allowed: 16 bytes each");
-  require(static_cast<std::int64_t>(arguments.hashes.size() / prefix::kHashBytes) <= arguments.prompt_tokens,
+  require(arguments.hashes.size() % prefix::k_hash_bytes == 0, "hashes; allowed: 16 bytes each");
+  require(static_cast<std::int64_t>(arguments.hashes.size() / prefix::k_hash_bytes) <= arguments.prompt_tokens,
           "hashes; allowed: at most one a prompt token");
 }
 
@@ -89,12 +103,12 @@ RouterCore::Refusal RouterCore::check_tenant(double now, const SubmitArguments& 
     // One of them has to end: what the pool ends a second, shared by all in flight.
     Pool& from = pool(arguments.pool);
     const double rate = from.ended_requests.per_second(now);
-    const double wait = rate > 0 ? 1.0 / rate : kUnknownRetrySeconds;
+    const double wait = rate > 0 ? 1.0 / rate : k_unknown_retry_seconds;
     return {Cause::tenant_concurrency, limit_text("max_tenant_requests", static_cast<double>(limits.max_requests)),
             clamp_retry(wait)};
   }
-  const double tokens = static_cast<double>(arguments.prompt_tokens) +
-                        static_cast<double>(arguments.max_new_tokens * arguments.choices);
+  const double tokens =
+      static_cast<double>(arguments.prompt_tokens) + static_cast<double>(arguments.max_new_tokens * arguments.choices);
   const double wait = tenants_.wait_for(now, tenant, tokens);
   if (wait > 0) {
     return {Cause::tenant_rate, limit_text("tenant_tokens_per_second", limits.tokens_per_second), clamp_retry(wait)};
@@ -120,8 +134,11 @@ RouterCore::Refusal RouterCore::check_capacity(const SubmitArguments& arguments,
     }
   }
   if (!prefill || !decode) {
-    if (config_.refuse_without_workers == 0) return {};
-    return {Cause::no_workers, prefill ? "decode workers=0" : "prefill workers=0", clamp_retry(kUnknownRetrySeconds)};
+    if (config_.refuse_without_workers == 0) {
+      return {};
+    }
+    return {Cause::no_workers, prefill ? "decode workers=0" : "prefill workers=0",
+            clamp_retry(k_unknown_retry_seconds)};
   }
   if (!prefill_fits || !decode_fits) {
     return {Cause::exceeds_capacity, prefill_fits ? "decode worker blocks" : "prefill worker blocks", 0.0};
@@ -130,32 +147,46 @@ RouterCore::Refusal RouterCore::check_capacity(const SubmitArguments& arguments,
 }
 
 RouterCore::Refusal RouterCore::check_deadline(double now, const Request& request, Pool& to) {
-  if (request.deadline <= now) return {Cause::deadline_exceeded, "deadline", 0.0};
-  if (request.deadline == kNever || config_.early_rejection == 0) return {};
+  if (request.deadline <= now) {
+    return {Cause::deadline_exceeded, "deadline", 0.0};
+  }
+  if (request.deadline == k_never || config_.early_rejection == 0) {
+    return {};
+  }
   decide(now, request, scratch_, true);
-  if (scratch_.obstacle != placement::Obstacle::none) return {};
+  if (scratch_.obstacle != placement::Obstacle::none) {
+    return {};
+  }
   const placement::Worker* worker = workers_.get(scratch_.best.prefill);
-  if (worker == nullptr || !worker->prefill.measured()) return {};  // a guess is no reason to refuse
+  if (worker == nullptr || !worker->prefill.measured()) {
+    return {};  // a guess is no reason to refuse
+  }
   const double queued = static_cast<double>(to.queue.tokens_ahead(request.priority));
   const double predicted = drain_seconds(now, to, queued) + scratch_.best.terms.first_token();
   const double missing = now + predicted - request.deadline;
-  if (missing <= 0) return {};
+  if (missing <= 0) {
+    return {};
+  }
   return {Cause::deadline_unreachable, limit_text("predicted_ttft_seconds", predicted), clamp_retry(missing)};
 }
 
 RouterCore::Refusal RouterCore::check_queue(double now, const Request& request, Pool& to) {
-  if (to.queue.requests() == 0) return {};  // what is alone always fits, or it could never be served
+  if (to.queue.requests() == 0) {
+    return {};  // what is alone always fits, or it could never be served
+  }
   const auto full = [&](const char* name, std::int64_t limit, std::int64_t is, std::int64_t more) -> Refusal {
-    if (limit <= 0 || is + more <= limit) return {};
+    if (limit <= 0 || is + more <= limit) {
+      return {};
+    }
     const double mean_tokens = static_cast<double>(to.queue.tokens()) / static_cast<double>(to.queue.requests());
     const double excess = static_cast<double>(is + more - limit) / static_cast<double>(std::max<std::int64_t>(is, 1));
     const double tokens = std::max(mean_tokens, excess * static_cast<double>(to.queue.tokens()));
     const double seconds = drain_seconds(now, to, tokens);
     return {Cause::queue_full, limit_text(name, static_cast<double>(limit)),
-            clamp_retry(seconds > 0 ? seconds : kUnknownRetrySeconds)};
+            clamp_retry(seconds > 0 ? seconds : k_unknown_retry_seconds)};
   };
-  Refusal refusal = full("max_queue_requests", config_.max_queue_requests,
-                         static_cast<std::int64_t>(to.queue.requests()), 1);
+  Refusal refusal =
+      full("max_queue_requests", config_.max_queue_requests, static_cast<std::int64_t>(to.queue.requests()), 1);
   if (refusal.cause == Cause::none) {
     refusal = full("max_queue_tokens", config_.max_queue_tokens, to.queue.tokens(), request.prompt_tokens);
   }
@@ -174,7 +205,7 @@ QueuePlace RouterCore::enter_queue(double now, Request& request, bool front) {
   item.weight = tenants_.limits(request.tenant).weight;
   item.priority = request.priority;
   // No deadline counts as the end of the longest wait: else it would always be passed by those that have one.
-  item.due = request.deadline == kNever ? request.arrival + config_.queue_ttl_seconds : request.deadline;
+  item.due = request.deadline == k_never ? request.arrival + config_.queue_ttl_seconds : request.deadline;
   const std::int64_t output = to.output_ratio.expect(request.max_new_tokens) * request.choices;
   item.cost = static_cast<double>(request.prompt_tokens + output);
   item.tokens = request.prompt_tokens;
@@ -194,9 +225,13 @@ double RouterCore::drain_seconds(double now, Pool& from, double tokens) const {
   double capacity = 0.0;
   for (const std::uint32_t slot : workers_.of_pool(from.id)) {
     const placement::Worker& worker = workers_.at(slot);
-    if (worker.spec.role != placement::Role::prefill || !worker.usable(now) || !worker.prefill.measured()) continue;
+    if (worker.spec.role != placement::Role::prefill || !worker.usable(now) || !worker.prefill.measured()) {
+      continue;
+    }
     const double seconds = worker.prefill.coefficients()[1];
-    if (seconds > 0) capacity += 1.0 / seconds;
+    if (seconds > 0) {
+      capacity += 1.0 / seconds;
+    }
   }
   rate = std::max(rate, capacity);
   return rate > 0 ? tokens / rate : 0.0;

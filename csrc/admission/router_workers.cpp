@@ -27,7 +27,9 @@ RouterCore::RouterCore(const AdmissionConfig& config)
       placer_(workers_, placement_limits(config)),
       tenants_(config_) {}
 
-void RouterCore::upsert_worker(double /*now*/, const placement::WorkerSpec& spec) { workers_.upsert(spec); }
+void RouterCore::upsert_worker(double /*now*/, const placement::WorkerSpec& spec) {
+  workers_.upsert(spec);
+}
 
 void RouterCore::remove_worker(double /*now*/, const std::string& name, std::uint64_t incarnation) {
   workers_.remove(name, incarnation);
@@ -36,14 +38,18 @@ void RouterCore::remove_worker(double /*now*/, const std::string& name, std::uin
 void RouterCore::report_load(double now, const std::string& name, std::uint64_t incarnation,
                              placement::LoadReport load) {
   placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker == nullptr) return;
+  if (worker == nullptr) {
+    return;
+  }
   load.at = now;
   workers_.report(*worker, load);
 }
 
 void RouterCore::quarantine(double /*now*/, const std::string& name, std::uint64_t incarnation, double until) {
   placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker == nullptr) return;
+  if (worker == nullptr) {
+    return;
+  }
   worker->quarantined_until = until;
   workers_.touch();
 }
@@ -51,7 +57,9 @@ void RouterCore::quarantine(double /*now*/, const std::string& name, std::uint64
 void RouterCore::observe_prefill(const std::string& name, std::uint64_t incarnation, std::int64_t tokens,
                                  std::int64_t cached_tokens, double seconds) {
   placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker == nullptr || tokens <= 0) return;
+  if (worker == nullptr || tokens <= 0) {
+    return;
+  }
   const double computed = static_cast<double>(tokens);
   worker->prefill.add(computed, computed * (static_cast<double>(cached_tokens) + computed / 2.0), seconds);
   worker->observed = true;
@@ -60,7 +68,9 @@ void RouterCore::observe_prefill(const std::string& name, std::uint64_t incarnat
 void RouterCore::observe_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks,
                                   double seconds) {
   placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker != nullptr && blocks > 0) worker->transfer.add(static_cast<double>(blocks), 0.0, seconds);
+  if (worker != nullptr && blocks > 0) {
+    worker->transfer.add(static_cast<double>(blocks), 0.0, seconds);
+  }
 }
 
 void RouterCore::set_tenant(double now, const std::string& tenant, const TenantLimits& limits) {
@@ -70,18 +80,24 @@ void RouterCore::set_tenant(double now, const std::string& tenant, const TenantL
 void RouterCore::index_stored(const std::string& name, std::uint64_t incarnation, prefix::HashBytes hashes,
                               prefix::Tier tier, bool counted) {
   const placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker != nullptr) index_.store(worker->index_slot, hashes, tier, counted);
+  if (worker != nullptr) {
+    index_.store(worker->index_slot, hashes, tier, counted);
+  }
 }
 
 void RouterCore::index_removed(const std::string& name, std::uint64_t incarnation, prefix::HashBytes hashes,
                                prefix::Tier tier) {
   const placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker != nullptr) index_.remove(worker->index_slot, hashes, tier);
+  if (worker != nullptr) {
+    index_.remove(worker->index_slot, hashes, tier);
+  }
 }
 
 void RouterCore::index_cleared(const std::string& name, std::uint64_t incarnation) {
   placement::Worker* worker = workers_.find(name, incarnation);
-  if (worker != nullptr) workers_.clear_index(*worker);
+  if (worker != nullptr) {
+    workers_.clear_index(*worker);
+  }
 }
 
 void RouterCore::longest_prefix(prefix::HashBytes hashes,
@@ -89,7 +105,9 @@ void RouterCore::longest_prefix(prefix::HashBytes hashes,
   out.clear();
   index_.longest_prefix(hashes, lengths_);
   for (std::uint32_t slot = 0; slot < lengths_.blocks.size(); ++slot) {
-    if (lengths_.blocks[slot] == 0) continue;
+    if (lengths_.blocks[slot] == 0) {
+      continue;
+    }
     if (const placement::Worker* worker = workers_.get(workers_.by_index_slot(slot))) {
       out.emplace_back(worker, lengths_.blocks[slot]);
     }

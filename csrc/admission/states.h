@@ -89,8 +89,8 @@ using State = std::variant<Received, Queued, Prefilling, HandingOff, Decoding, R
                            Expired, Failed>;
 
 template <typename S>
-inline constexpr bool is_terminal = std::is_same_v<S, Finished> || std::is_same_v<S, Rejected> ||
-                                    std::is_same_v<S, Cancelled> || std::is_same_v<S, Expired> ||
-                                    std::is_same_v<S, Failed>;
+inline constexpr bool is_terminal =
+    std::is_same_v<S, Finished> || std::is_same_v<S, Rejected> || std::is_same_v<S, Cancelled> ||
+    std::is_same_v<S, Expired> || std::is_same_v<S, Failed>;
 
 }  // namespace twinpool::admission

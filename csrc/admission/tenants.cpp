@@ -9,7 +9,7 @@
 namespace twinpool::admission {
 
 namespace {
-constexpr double kDefaultBurstSeconds = 10.0;
+constexpr double k_default_burst_seconds = 10.0;
 }
 
 void Tenants::configure(double now, const std::string& name, const TenantLimits& limits) {
@@ -23,9 +23,12 @@ void Tenants::configure(double now, const std::string& name, const TenantLimits&
   const double burst_before = tenant.limits.burst_tokens;
   tenant.limits = limits;
   tenant.configured = true;
-  if (tenant.limits.burst_tokens <= 0) tenant.limits.burst_tokens = limits.tokens_per_second * kDefaultBurstSeconds;
+  if (tenant.limits.burst_tokens <= 0) {
+    tenant.limits.burst_tokens = limits.tokens_per_second * k_default_burst_seconds;
+  }
   // A raised burst is there at once; a debt stays one.
-  tenant.level = std::min(tenant.level + std::max(0.0, tenant.limits.burst_tokens - burst_before), tenant.limits.burst_tokens);
+  tenant.level =
+      std::min(tenant.level + std::max(0.0, tenant.limits.burst_tokens - burst_before), tenant.limits.burst_tokens);
 }
 
 TenantLimits Tenants::defaults() const noexcept {
@@ -33,15 +36,19 @@ TenantLimits Tenants::defaults() const noexcept {
   limits.max_requests = config_.max_tenant_requests;
   limits.tokens_per_second = config_.tenant_tokens_per_second;
   limits.burst_tokens = config_.tenant_burst_tokens > 0 ? config_.tenant_burst_tokens
-                                                        : config_.tenant_tokens_per_second * kDefaultBurstSeconds;
+                                                        : config_.tenant_tokens_per_second * k_default_burst_seconds;
   limits.max_priority = config_.tenant_max_priority;
   return limits;
 }
 
 TenantId Tenants::id(double now, const std::string& name) {
   const auto known = by_name_.find(name);
-  if (known != by_name_.end()) return known->second;
-  if (by_name_.size() >= collect_at_) collect(now);
+  if (known != by_name_.end()) {
+    return known->second;
+  }
+  if (by_name_.size() >= collect_at_) {
+    collect(now);
+  }
   TenantId tenant = static_cast<TenantId>(tenants_.size());
   if (free_.empty()) {
     tenants_.emplace_back();
@@ -56,15 +63,19 @@ TenantId Tenants::id(double now, const std::string& name) {
 }
 
 void Tenants::refill(double now, Tenant& tenant) const noexcept {
-  if (now <= tenant.filled_at) return;
-  tenant.level = std::min(tenant.limits.burst_tokens,
-                          tenant.level + (now - tenant.filled_at) * tenant.limits.tokens_per_second);
+  if (now <= tenant.filled_at) {
+    return;
+  }
+  tenant.level =
+      std::min(tenant.limits.burst_tokens, tenant.level + (now - tenant.filled_at) * tenant.limits.tokens_per_second);
   tenant.filled_at = now;
 }
 
 double Tenants::wait_for(double now, TenantId id, double tokens) {
   Tenant& tenant = tenants_[id];
-  if (tenant.limits.tokens_per_second <= 0) return 0.0;
+  if (tenant.limits.tokens_per_second <= 0) {
+    return 0.0;
+  }
   refill(now, tenant);
   const double needed = std::min(tokens, tenant.limits.burst_tokens);
   return tenant.level >= needed ? 0.0 : (needed - tenant.level) / tenant.limits.tokens_per_second;
@@ -72,14 +83,18 @@ double Tenants::wait_for(double now, TenantId id, double tokens) {
 
 void Tenants::take(double now, TenantId id, double tokens) {
   Tenant& tenant = tenants_[id];
-  if (tenant.limits.tokens_per_second <= 0) return;
+  if (tenant.limits.tokens_per_second <= 0) {
+    return;
+  }
   refill(now, tenant);
   tenant.level -= tokens;
 }
 
 void Tenants::give_back(TenantId id, double tokens) noexcept {
   Tenant& tenant = tenants_[id];
-  if (tenant.limits.tokens_per_second <= 0) return;
+  if (tenant.limits.tokens_per_second <= 0) {
+    return;
+  }
   tenant.level = std::min(tenant.limits.burst_tokens, tenant.level + tokens);
 }
 
@@ -93,9 +108,13 @@ void Tenants::collect(double now) {
   for (TenantId id = 0; id < tenants_.size(); ++id) {
     Tenant& tenant = tenants_[id];
     const auto known = by_name_.find(tenant.name);
-    if (known == by_name_.end() || known->second != id || tenant.configured || tenant.in_flight > 0) continue;
+    if (known == by_name_.end() || known->second != id || tenant.configured || tenant.in_flight > 0) {
+      continue;
+    }
     refill(now, tenant);
-    if (tenant.level < tenant.limits.burst_tokens) continue;
+    if (tenant.level < tenant.limits.burst_tokens) {
+      continue;
+    }
     by_name_.erase(known);
     free_.push_back(id);
   }

@@ -26,9 +26,11 @@ class TenantSlot;
 
 class Tenants {
  public:
-  explicit Tenants(const AdmissionConfig& config) : config_(config) {}
+  explicit Tenants(const AdmissionConfig& config)
+      : config_(config) {}
   Tenants(const Tenants&) = delete;
   Tenants& operator=(const Tenants&) = delete;
+  ~Tenants() = default;
 
   /// Throws CoreError if a limit is out of range.
   void configure(double now, const std::string& name, const TenantLimits& limits);
@@ -76,7 +78,8 @@ class TenantSlot {
   TenantSlot(const TenantSlot&) = delete;
   TenantSlot& operator=(const TenantSlot&) = delete;
   TenantSlot(TenantSlot&& other) noexcept
-      : tenants_(std::exchange(other.tenants_, nullptr)), tenant_(other.tenant_) {}
+      : tenants_(std::exchange(other.tenants_, nullptr)),
+        tenant_(other.tenant_) {}
   TenantSlot& operator=(TenantSlot&& other) noexcept {
     if (this != &other) {
       reset();
@@ -89,9 +92,13 @@ class TenantSlot {
 
  private:
   friend class Tenants;
-  TenantSlot(Tenants& tenants, TenantId tenant) : tenants_(&tenants), tenant_(tenant) {}
+  TenantSlot(Tenants& tenants, TenantId tenant)
+      : tenants_(&tenants),
+        tenant_(tenant) {}
   void reset() noexcept {
-    if (Tenants* tenants = std::exchange(tenants_, nullptr)) --tenants->tenants_[tenant_].in_flight;
+    if (Tenants* tenants = std::exchange(tenants_, nullptr)) {
+      --tenants->tenants_[tenant_].in_flight;
+    }
   }
 
   Tenants* tenants_ = nullptr;

@@ -17,7 +17,8 @@ namespace ad = twinpool::admission;
 using prefix::HashBytes;
 
 struct PyRouterCore {
-  explicit PyRouterCore(const ad::AdmissionConfig& config) : core(config) {}
+  explicit PyRouterCore(const ad::AdmissionConfig& config)
+      : core(config) {}
   std::mutex mutex;
   ad::RouterCore core;
   std::vector<ad::Action> actions;  // memory of the last plan, used again
@@ -25,21 +26,23 @@ struct PyRouterCore {
 };
 using Self = PyRouterCore;
 
-constexpr std::size_t kUnlockedHashes = 512;  // batches from here on run without the GIL
+constexpr std::size_t k_unlocked_hashes = 512;  // batches from here on run without the GIL
 
 HashBytes bytes_of(std::span<const Hash128> hashes) {
   return {reinterpret_cast<const std::uint8_t*>(hashes.data()), hashes.size() * Hash128::size};
 }
 
 prefix::Tier tier_of(const std::string& tier) {
-  if (tier == "device") return prefix::Tier::device;
-  if (tier == "host") return prefix::Tier::host;
+  if (tier == "device")
+    return prefix::Tier::device;
+  if (tier == "host")
+    return prefix::Tier::host;
   throw CoreError("tier=" + tier + "; allowed: device, host");
 }
 
 template <typename Work>
 void locked(Self& self, std::size_t hashes, Work&& work) {
-  if (hashes < kUnlockedHashes) {
+  if (hashes < k_unlocked_hashes) {
     const CoreLock lock(self.mutex);
     work();
   } else {
@@ -50,7 +53,8 @@ void locked(Self& self, std::size_t hashes, Work&& work) {
 
 ad::AdmissionConfig make_config(const py::kwargs& limits) {
   ad::AdmissionConfig config;
-  for (const auto& [name, value] : limits) config.set(name.cast<std::string>(), value.cast<double>());
+  for (const auto& [name, value] : limits)
+    config.set(name.cast<std::string>(), value.cast<double>());
   return config;
 }
 
@@ -64,13 +68,15 @@ void bind_config(py::module_& module) {
         field.c_str(),
         [field, whole](const ad::AdmissionConfig& self) -> py::object {
           const double value = self.get(field);
-          if (whole) return py::int_(static_cast<std::int64_t>(value));
+          if (whole)
+            return py::int_(static_cast<std::int64_t>(value));
           return py::float_(value);
         },
         [field](ad::AdmissionConfig& self, double value) { self.set(field, value); });
   }
   py::list names;
-  for (const std::string_view field : ad::AdmissionConfig::fields()) names.append(std::string(field));
+  for (const std::string_view field : ad::AdmissionConfig::fields())
+    names.append(std::string(field));
   config.attr("FIELDS") = names;
 }
 
@@ -87,19 +93,19 @@ void bind_results(py::module_& module) {
                ", request=" + std::to_string(s.request) + ", reason='" + std::string(ad::name_of(s.reason)) + "')";
       });
   py::class_<Action>(module, "Action")
-      .def_property_readonly("kind",
-                             [](const Action& a) {
-                               return a.kind == Action::Kind::place ? "place"
-                                      : a.kind == Action::Kind::end ? "end"
-                                                                    : "preempt";
-                             })
+      .def_property_readonly(
+          "kind",
+          [](const Action& a) {
+            return a.kind == Action::Kind::place ? "place" : a.kind == Action::Kind::end ? "end" : "preempt";
+          })
       .def_readonly("request", &Action::request)
       .def_readonly("attempt", &Action::attempt)
       .def_readonly("prefill", &Action::prefill)
       .def_readonly("decode", &Action::decode)
       .def_property_readonly("fetch_from",
                              [](const Action& a) -> std::optional<ad::WorkerName> {
-                               if (a.fetch_from.first.empty()) return std::nullopt;
+                               if (a.fetch_from.first.empty())
+                                 return std::nullopt;
                                return a.fetch_from;
                              })
       .def_readonly("local", &Action::local)
@@ -127,10 +133,14 @@ void bind_cluster(py::class_<Self>& core) {
       [](Self& self, double now, std::string name, std::uint64_t incarnation, std::string pool, const std::string& role,
          const std::string& state, std::string fingerprint, std::uint32_t num_blocks, std::uint32_t block_tokens,
          std::uint32_t max_num_seqs) {
-        const placement::WorkerSpec spec{std::move(name),        incarnation,
-                                         std::move(pool),        placement::parse_role(role),
-                                         placement::parse_worker_state(state), std::move(fingerprint),
-                                         num_blocks,             block_tokens,
+        const placement::WorkerSpec spec{std::move(name),
+                                         incarnation,
+                                         std::move(pool),
+                                         placement::parse_role(role),
+                                         placement::parse_worker_state(state),
+                                         std::move(fingerprint),
+                                         num_blocks,
+                                         block_tokens,
                                          max_num_seqs};
         const CoreLock lock(self.mutex);
         self.core.upsert_worker(now, spec);
@@ -241,9 +251,16 @@ void bind_requests(py::class_<Self>& core) {
          std::int64_t max_new_tokens, const py::array& hashes, std::int64_t n, int priority, std::string tenant,
          double deadline, std::int64_t bytes) {
         const auto span = hash_span(hashes, "hashes");
-        const ad::SubmitArguments arguments{std::move(request_id), std::move(pool), std::move(tenant), prompt_tokens,
-                                            max_new_tokens,        n,               bytes,             priority,
-                                            deadline,              bytes_of(span)};
+        const ad::SubmitArguments arguments{std::move(request_id),
+                                            std::move(pool),
+                                            std::move(tenant),
+                                            prompt_tokens,
+                                            max_new_tokens,
+                                            n,
+                                            bytes,
+                                            priority,
+                                            deadline,
+                                            bytes_of(span)};
         const CoreLock lock(self.mutex);
         return self.core.submit(now, arguments);
       },
@@ -256,7 +273,8 @@ void bind_requests(py::class_<Self>& core) {
         const CoreLock lock(self.mutex);
         self.core.plan(now, self.actions);
         py::list out(self.actions.size());
-        for (std::size_t i = 0; i < self.actions.size(); ++i) out[i] = py::cast(std::move(self.actions[i]));
+        for (std::size_t i = 0; i < self.actions.size(); ++i)
+          out[i] = py::cast(std::move(self.actions[i]));
         return out;
       },
       py::arg("now"));
@@ -265,7 +283,8 @@ void bind_requests(py::class_<Self>& core) {
       [](Self& self, double now) -> std::optional<double> {
         const CoreLock lock(self.mutex);
         const double at = self.core.next_wake(now);
-        if (std::isinf(at)) return std::nullopt;
+        if (std::isinf(at))
+          return std::nullopt;
         return at;
       },
       py::arg("now"));
@@ -322,10 +341,12 @@ void bind_router(py::module_& module) {
   bind_index(core);
   bind_requests(core);
   py::list states;
-  for (const std::string_view name : ad::state_names()) states.append(std::string(name));
+  for (const std::string_view name : ad::state_names())
+    states.append(std::string(name));
   core.attr("STATES") = states;
   py::list events;
-  for (const std::string_view name : ad::event_names()) events.append(std::string(name));
+  for (const std::string_view name : ad::event_names())
+    events.append(std::string(name));
   core.attr("EVENTS") = events;
   py::list table;
   for (const ad::TransitionRow& row : ad::transition_table()) {

@@ -19,7 +19,8 @@ py::dict fit_dict(const placement::Fit& fit) {
 
 py::object worker_name(const admission::RouterCore& core, placement::WorkerRef ref) {
   const placement::Worker* worker = core.workers().get(ref);
-  if (worker == nullptr) return py::none();
+  if (worker == nullptr)
+    return py::none();
   return py::make_tuple(worker->spec.name, worker->spec.incarnation);
 }
 
@@ -48,7 +49,8 @@ py::list worker_dicts(const admission::RouterCore& core) {
   py::list out;
   for (std::uint32_t slot = 0; slot < core.workers().slots(); ++slot) {
     const placement::Worker& worker = core.workers().at(slot);
-    if (worker.epoch == 0) continue;
+    if (worker.epoch == 0)
+      continue;
     py::dict row;
     row["name"] = worker.spec.name;
     row["incarnation"] = worker.spec.incarnation;
@@ -96,7 +98,8 @@ py::dict explain_dict(const admission::RouterCore& core, std::uint64_t id) {
     out["chosen"] = py::none();
   }
   py::list others;
-  for (std::size_t i = 0; i < decision.others_count; ++i) others.append(candidate_dict(core, decision.others[i]));
+  for (std::size_t i = 0; i < decision.others_count; ++i)
+    others.append(candidate_dict(core, decision.others[i]));
   out["others"] = others;
   return out;
 }

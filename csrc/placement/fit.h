@@ -8,7 +8,7 @@
 namespace twinpool::placement {
 
 /// What is assumed before anything was measured, and how large typical features are: the prior weighs as much as
-/// ``kPriorWeight`` samples at (scale1, scale2).
+/// ``k_prior_weight`` samples at (scale1, scale2).
 struct FitPrior {
   std::array<double, 3> coefficients{};
   double scale1 = 1.0;
@@ -31,13 +31,13 @@ class Fit {
   /// Fading mean of the absolute residual in seconds: how far off a prediction usually is.
   [[nodiscard]] double residual() const noexcept { return residual_; }
   /// True once predictions rest on measurements rather than on the prior.
-  [[nodiscard]] bool measured() const noexcept { return samples_ >= kMeasuredSamples; }
+  [[nodiscard]] bool measured() const noexcept { return samples_ >= k_measured_samples; }
 
  private:
-  static constexpr double kPriorWeight = 2.0;
-  static constexpr double kFade = 0.98;
-  static constexpr double kOutlier = 4.0;
-  static constexpr std::uint64_t kMeasuredSamples = 8;
+  static constexpr double k_prior_weight = 2.0;
+  static constexpr double k_fade = 0.98;
+  static constexpr double k_outlier = 4.0;
+  static constexpr std::uint64_t k_measured_samples = 8;
 
   void solve();
 

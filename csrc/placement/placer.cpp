@@ -9,16 +9,26 @@ namespace twinpool::placement {
 
 const char* name_of(Obstacle obstacle) noexcept {
   switch (obstacle) {
-    case Obstacle::none: return "none";
-    case Obstacle::no_prefill_worker: return "no_prefill_worker";
-    case Obstacle::no_decode_worker: return "no_decode_worker";
-    case Obstacle::no_pair: return "no_pair";
-    case Obstacle::prefill_window: return "prefill_window";
-    case Obstacle::prefill_blocks: return "prefill_blocks";
-    case Obstacle::decode_sequences: return "decode_sequences";
-    case Obstacle::decode_blocks: return "decode_blocks";
-    case Obstacle::transfer_window: return "transfer_window";
-    case Obstacle::refused: return "refused";
+  case Obstacle::none:
+    return "none";
+  case Obstacle::no_prefill_worker:
+    return "no_prefill_worker";
+  case Obstacle::no_decode_worker:
+    return "no_decode_worker";
+  case Obstacle::no_pair:
+    return "no_pair";
+  case Obstacle::prefill_window:
+    return "prefill_window";
+  case Obstacle::prefill_blocks:
+    return "prefill_blocks";
+  case Obstacle::decode_sequences:
+    return "decode_sequences";
+  case Obstacle::decode_blocks:
+    return "decode_blocks";
+  case Obstacle::transfer_window:
+    return "transfer_window";
+  case Obstacle::refused:
+    return "refused";
   }
   return "";
 }
@@ -35,20 +45,29 @@ void Placer::choose(const Query& query, Decision& decision) {
     return;
   }
   const Obstacle prefill = prefill_sides(query, decision);
-  const bool local = std::any_of(decode_.begin(), decode_.end(), [](const DecodeSide& d) { return d.local_compute >= 0; });
+  const bool local =
+      std::any_of(decode_.begin(), decode_.end(), [](const DecodeSide& d) { return d.local_compute >= 0; });
   if (prefill != Obstacle::none && !local) {
     decision.obstacle = prefill;
     return;
   }
   pairs(decision);
-  if (decision.pairs == 0) decision.obstacle = prefill != Obstacle::none ? prefill : Obstacle::no_pair;
+  if (decision.pairs == 0) {
+    decision.obstacle = prefill != Obstacle::none ? prefill : Obstacle::no_pair;
+  }
 }
 
 void Placer::chosen(const Candidate& candidate) {
   ++rotation_;
-  if (Worker* worker = workers_.get(candidate.decode)) ++worker->served;
-  if (candidate.local) return;
-  if (Worker* worker = workers_.get(candidate.prefill)) ++worker->served;
+  if (Worker* worker = workers_.get(candidate.decode)) {
+    ++worker->served;
+  }
+  if (candidate.local) {
+    return;
+  }
+  if (Worker* worker = workers_.get(candidate.prefill)) {
+    ++worker->served;
+  }
 }
 
 Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
@@ -56,7 +75,9 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
   Obstacle obstacle = Obstacle::no_prefill_worker;
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& worker = workers_.at(slot);
-    if (worker.spec.role != Role::prefill || worker.spec.state != WorkerState::ready) continue;
+    if (worker.spec.role != Role::prefill || worker.spec.state != WorkerState::ready) {
+      continue;
+    }
     if (!worker.usable(query.now)) {
       note_retry(decision, worker.quarantined_until);
       continue;
@@ -84,17 +105,23 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
     }
     add_prefill(query, worker, slot, cached);
   }
-  if (prefill_.empty()) return obstacle;
+  if (prefill_.empty()) {
+    return obstacle;
+  }
   // A worker without a report is unknown, not idle: it is taken to be as busy as its peers are on average.
   double known_wait = 0.0;
   std::size_t known = 0;
   for (const PrefillSide& side : prefill_) {
-    if (side.unknown) continue;
+    if (side.unknown) {
+      continue;
+    }
     known_wait += side.wait;
     ++known;
   }
   for (PrefillSide& side : prefill_) {
-    if (side.unknown && known > 0) side.wait = std::max(side.wait, known_wait / static_cast<double>(known));
+    if (side.unknown && known > 0) {
+      side.wait = std::max(side.wait, known_wait / static_cast<double>(known));
+    }
     side.done = side.wait + side.fetch + side.compute;
   }
   return Obstacle::none;
@@ -112,7 +139,9 @@ void Placer::add_prefill(const Query& query, const Worker& worker, std::uint32_t
   side.served = worker.served;
   side.turn = (slot + rotation_) % (workers_.slots() + 1);
   side.unknown = !worker.report;
-  if (limits_.prefix_fetch) fetch_option(query, worker, side);
+  if (limits_.prefix_fetch) {
+    fetch_option(query, worker, side);
+  }
   prefill_.push_back(side);
 }
 
@@ -123,16 +152,22 @@ void Placer::fetch_option(const Query& query, const Worker& worker, PrefillSide&
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& other = workers_.at(slot);
     const auto cached = static_cast<std::int64_t>(query.cached_blocks[other.index_slot]);
-    if (other.fingerprint_id != worker.fingerprint_id || query.now < other.quarantined_until || cached <= most) continue;
+    if (other.fingerprint_id != worker.fingerprint_id || query.now < other.quarantined_until || cached <= most) {
+      continue;
+    }
     most = cached;
     holder = slot;
   }
   most = std::min(most, (query.prompt_tokens - 1) / worker.spec.block_tokens);
-  if (most <= side.cached) return;
+  if (most <= side.cached) {
+    return;
+  }
   const std::int64_t cached_tokens = most * worker.spec.block_tokens;
   const double fetch = worker.transfer.predict(static_cast<double>(most - side.cached), 0.0);
   const double compute = prefill_seconds(worker, query.prompt_tokens - cached_tokens, cached_tokens);
-  if (fetch + compute >= side.compute) return;
+  if (fetch + compute >= side.compute) {
+    return;
+  }
   side.fetch = fetch;
   side.compute = compute;
   side.uncached = query.prompt_tokens - cached_tokens;

@@ -40,9 +40,7 @@ struct CostTerms {
   double decode_wait = 0.0;
   double harm = 0.0;
 
-  [[nodiscard]] double total() const noexcept {
-    return prefill_wait + fetch + compute + transfer + decode_wait + harm;
-  }
+  [[nodiscard]] double total() const noexcept { return prefill_wait + fetch + compute + transfer + decode_wait + harm; }
   [[nodiscard]] double first_token() const noexcept { return prefill_wait + fetch + compute; }
 };
 
@@ -74,10 +72,10 @@ enum class Obstacle : std::uint8_t {
 const char* name_of(Obstacle obstacle) noexcept;
 
 struct Decision {
-  static constexpr std::size_t kOthers = 3;
+  static constexpr std::size_t k_others = 3;
   Obstacle obstacle = Obstacle::none;
   Candidate best;
-  std::array<Candidate, kOthers> others;  // next best, for ``explain``
+  std::array<Candidate, k_others> others;  // next best, for ``explain``
   std::size_t others_count = 0;
   std::uint32_t pairs = 0;  // looked at
   double retry_at = 0.0;    // when a back-off or quarantine ends; 0: none
@@ -85,7 +83,9 @@ struct Decision {
 
 class Placer {
  public:
-  Placer(WorkerTable& workers, const PlacementLimits& limits) : workers_(workers), limits_(limits) {}
+  Placer(WorkerTable& workers, const PlacementLimits& limits)
+      : workers_(workers),
+        limits_(limits) {}
 
   /// Changes nothing but the scratch memory.
   void choose(const Query& query, Decision& decision);

@@ -13,7 +13,9 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
   Obstacle obstacle = Obstacle::no_decode_worker;
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& worker = workers_.at(slot);
-    if (worker.spec.role != Role::decode || worker.spec.state != WorkerState::ready) continue;
+    if (worker.spec.role != Role::decode || worker.spec.state != WorkerState::ready) {
+      continue;
+    }
     if (!worker.usable(query.now)) {
       note_retry(decision, worker.quarantined_until);
       continue;
@@ -25,7 +27,9 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
         std::max<std::int64_t>(1, blocks_of(query.prompt_tokens, block_tokens) - cached) + query.choices - 1;
     if (worker.refuses(query.now, prompt_blocks) || contains(query.avoid, slot, worker.epoch)) {
       obstacle = std::max(obstacle, Obstacle::refused);
-      if (worker.refused_until > query.now) note_retry(decision, worker.refused_until);
+      if (worker.refused_until > query.now) {
+        note_retry(decision, worker.refused_until);
+      }
       continue;
     }
     if (!query.any_load) {
@@ -49,23 +53,29 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
     add_decode(query, worker, slot, cached);
     decode_.back().prompt_blocks = prompt_blocks;
   }
-  if (decode_.empty()) return obstacle;
+  if (decode_.empty()) {
+    return obstacle;
+  }
   double known_cost = 0.0;
   std::size_t known = 0;
   for (const DecodeSide& side : decode_) {
-    if (side.unknown) continue;
+    if (side.unknown) {
+      continue;
+    }
     known_cost += side.wait + side.harm;
     ++known;
   }
   for (DecodeSide& side : decode_) {
-    if (!side.unknown || known == 0) continue;
+    if (!side.unknown || known == 0) {
+      continue;
+    }
     side.wait = std::max(side.wait, known_cost / static_cast<double>(known) - side.harm);
   }
   return Obstacle::none;
 }
 
 void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached) {
-  constexpr double kLastChunkBlocks = 8.0;  // pulled after the compute has ended, whatever was hidden before
+  constexpr double k_last_chunk_blocks = 8.0;  // pulled after the compute has ended, whatever was hidden before
   DecodeSide side{};
   side.slot = slot;
   side.fingerprint = worker.fingerprint_id;
@@ -77,7 +87,7 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
   if (missing > 0) {
     const double ahead = static_cast<double>(worker.transfer_blocks) * worker.transfer.coefficients()[1];
     side.transfer = worker.transfer.predict(missing, 0.0) + ahead;
-    side.last_chunk = worker.transfer.predict(std::min(missing, kLastChunkBlocks), 0.0);
+    side.last_chunk = worker.transfer.predict(std::min(missing, k_last_chunk_blocks), 0.0);
   }
 
   const double busy = worker.busy_sequences();
@@ -108,31 +118,37 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
 void Placer::pairs(Decision& decision) {
   for (const DecodeSide& decode : decode_) {
     for (const PrefillSide& prefill : prefill_) {
-      if (prefill.fingerprint == decode.fingerprint) offer(decision, &prefill, decode);
+      if (prefill.fingerprint == decode.fingerprint) {
+        offer(decision, &prefill, decode);
+      }
     }
-    if (decode.local_compute >= 0) offer(decision, nullptr, decode);
+    if (decode.local_compute >= 0) {
+      offer(decision, nullptr, decode);
+    }
   }
 }
 
 void Placer::offer(Decision& decision, const PrefillSide* prefill, const DecodeSide& decode) {
   ++decision.pairs;
   // Chunks are pulled while the next ones are computed: what counts is what sticks out at the end.
-  const double transfer =
-      prefill == nullptr || decode.transfer <= 0
-          ? 0.0
-          : std::max(decode.transfer - prefill->fetch - prefill->compute, decode.last_chunk);
+  const double transfer = prefill == nullptr || decode.transfer <= 0
+                              ? 0.0
+                              : std::max(decode.transfer - prefill->fetch - prefill->compute, decode.last_chunk);
   const double side = prefill == nullptr ? decode.local_compute + decode.local_harm : prefill->done;
   const double total = side + transfer + decode.wait + decode.harm;
   const std::array<std::uint64_t, 3> tie{prefill == nullptr ? 0 : prefill->served, decode.served,
                                          decode.turn + (prefill == nullptr ? 0 : prefill->turn)};
   if (decision.pairs > 1) {
-    const bool equal = std::abs(total - best_total_) <= kTie * best_total_;
+    const bool equal = std::abs(total - best_total_) <= k_tie * best_total_;
     if (equal ? tie >= best_tie_ : total > best_total_) {
       keep_other(decision, prefill, decode, transfer, total);
       return;
     }
-    if (decision.others_count < Decision::kOthers) ++decision.others_count;
-    std::move_backward(decision.others.begin(), decision.others.begin() + static_cast<std::ptrdiff_t>(decision.others_count) - 1,
+    if (decision.others_count < Decision::k_others) {
+      ++decision.others_count;
+    }
+    std::move_backward(decision.others.begin(),
+                       decision.others.begin() + static_cast<std::ptrdiff_t>(decision.others_count) - 1,
                        decision.others.begin() + static_cast<std::ptrdiff_t>(decision.others_count));
     decision.others[0] = decision.best;
   }
@@ -144,10 +160,18 @@ void Placer::offer(Decision& decision, const PrefillSide* prefill, const DecodeS
 void Placer::keep_other(Decision& decision, const PrefillSide* prefill, const DecodeSide& decode, double transfer,
                         double total) {
   std::size_t at = decision.others_count;
-  while (at > 0 && total < decision.others[at - 1].terms.total()) --at;
-  if (at >= Decision::kOthers) return;
-  if (decision.others_count < Decision::kOthers) ++decision.others_count;
-  for (std::size_t i = decision.others_count - 1; i > at; --i) decision.others[i] = decision.others[i - 1];
+  while (at > 0 && total < decision.others[at - 1].terms.total()) {
+    --at;
+  }
+  if (at >= Decision::k_others) {
+    return;
+  }
+  if (decision.others_count < Decision::k_others) {
+    ++decision.others_count;
+  }
+  for (std::size_t i = decision.others_count - 1; i > at; --i) {
+    decision.others[i] = decision.others[i - 1];
+  }
   decision.others[at] = candidate(prefill, decode, transfer);
 }
 

@@ -10,7 +10,7 @@
 
 namespace twinpool::placement {
 
-inline constexpr double kTie = 1e-6;  // relative; costs closer than this are equal
+inline constexpr double k_tie = 1e-6;  // relative; costs closer than this are equal
 
 inline std::int64_t blocks_of(std::int64_t tokens, std::int64_t block_tokens) {
   return (tokens + block_tokens - 1) / block_tokens;
@@ -23,7 +23,9 @@ inline bool contains(std::span<const WorkerRef> refs, std::uint32_t slot, std::u
 
 /// When a worker that is out for a while comes back; the earliest of all is when to look again.
 inline void note_retry(Decision& decision, double at) {
-  if (decision.retry_at == 0.0 || at < decision.retry_at) decision.retry_at = at;
+  if (decision.retry_at == 0.0 || at < decision.retry_at) {
+    decision.retry_at = at;
+  }
 }
 
 inline double prefill_seconds(const Worker& worker, std::int64_t uncached, std::int64_t cached_tokens) {

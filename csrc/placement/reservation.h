@@ -16,10 +16,19 @@ class WorkerTable;
 template <typename Derived>
 class Reservation {
  public:
+ private:
   Reservation() = default;
+
+ public:
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
-  Reservation(Reservation&& other) noexcept : table_(std::exchange(other.table_, nullptr)), ref_(other.ref_) {}
+
+ private:
+  Reservation(Reservation&& other) noexcept
+      : table_(std::exchange(other.table_, nullptr)),
+        ref_(other.ref_) {}
+
+ public:
   Reservation& operator=(Reservation&& other) noexcept {
     if (this != &other) {
       static_cast<Derived*>(this)->reset();
@@ -35,6 +44,8 @@ class Reservation {
   ~Reservation() = default;
   WorkerTable* table_ = nullptr;
   WorkerRef ref_;
+  friend Derived;
+  friend Derived;
 };
 
 /// Uncached prompt tokens in a prefill worker's window, and the blocks of the prompt.
@@ -42,6 +53,8 @@ class PrefillWork : public Reservation<PrefillWork> {
  public:
   PrefillWork() = default;
   PrefillWork(WorkerTable& table, WorkerRef worker, std::int64_t tokens, std::int64_t blocks);
+  PrefillWork(const PrefillWork&) = delete;
+  PrefillWork& operator=(const PrefillWork&) = delete;
   PrefillWork(PrefillWork&&) noexcept = default;
   PrefillWork& operator=(PrefillWork&& other) noexcept;
   ~PrefillWork() { reset(); }
@@ -58,6 +71,8 @@ class TransferSlot : public Reservation<TransferSlot> {
  public:
   TransferSlot() = default;
   TransferSlot(WorkerTable& table, WorkerRef worker, std::int64_t blocks);
+  TransferSlot(const TransferSlot&) = delete;
+  TransferSlot& operator=(const TransferSlot&) = delete;
   TransferSlot(TransferSlot&&) noexcept = default;
   TransferSlot& operator=(TransferSlot&& other) noexcept;
   ~TransferSlot() { reset(); }
@@ -73,6 +88,8 @@ class DecodeBlocks : public Reservation<DecodeBlocks> {
   DecodeBlocks() = default;
   DecodeBlocks(WorkerTable& table, WorkerRef worker, std::int64_t prompt_blocks, std::int64_t growth_blocks,
                std::int64_t sequences);
+  DecodeBlocks(const DecodeBlocks&) = delete;
+  DecodeBlocks& operator=(const DecodeBlocks&) = delete;
   DecodeBlocks(DecodeBlocks&&) noexcept = default;
   DecodeBlocks& operator=(DecodeBlocks&& other) noexcept;
   ~DecodeBlocks() { reset(); }

@@ -11,55 +11,82 @@ namespace {
 
 // Priors: a mid-size accelerator. What matters before the first measurement is their ratio: moving a block of latent
 // KV costs a fiftieth of computing it.
-constexpr FitPrior kPrefillPrior{{2e-3, 1e-4, 1e-9}, 1000.0, 1e6};
-constexpr FitPrior kTransferPrior{{1e-3, 1.3e-4, 0.0}, 16.0, 1.0};
-constexpr FitPrior kStepPrior{{5e-3, 1e-4, 1e-8}, 8.0, 1e4};
+constexpr FitPrior k_prefill_prior{{2e-3, 1e-4, 1e-9}, 1000.0, 1e6};
+constexpr FitPrior k_transfer_prior{{1e-3, 1.3e-4, 0.0}, 16.0, 1.0};
+constexpr FitPrior k_step_prior{{5e-3, 1e-4, 1e-8}, 8.0, 1e4};
 
 }  // namespace
 
-Worker::Worker() : prefill(kPrefillPrior), transfer(kTransferPrior), step(kStepPrior) {}
+Worker::Worker()
+    : prefill(k_prefill_prior),
+      transfer(k_transfer_prior),
+      step(k_step_prior) {}
 
 Role parse_role(const std::string& text) {
-  if (text == "prefill") return Role::prefill;
-  if (text == "decode") return Role::decode;
+  if (text == "prefill") {
+    return Role::prefill;
+  }
+  if (text == "decode") {
+    return Role::decode;
+  }
   throw CoreError("role=" + text + "; allowed: prefill, decode");
 }
 
 WorkerState parse_worker_state(const std::string& text) {
-  if (text == "starting") return WorkerState::starting;
-  if (text == "ready") return WorkerState::ready;
-  if (text == "draining") return WorkerState::draining;
-  if (text == "flipping") return WorkerState::flipping;
+  if (text == "starting") {
+    return WorkerState::starting;
+  }
+  if (text == "ready") {
+    return WorkerState::ready;
+  }
+  if (text == "draining") {
+    return WorkerState::draining;
+  }
+  if (text == "flipping") {
+    return WorkerState::flipping;
+  }
   throw CoreError("state=" + text + "; allowed: starting, ready, draining, flipping");
 }
 
-const char* name_of(Role role) noexcept { return role == Role::prefill ? "prefill" : "decode"; }
+const char* name_of(Role role) noexcept {
+  return role == Role::prefill ? "prefill" : "decode";
+}
 
 const char* name_of(WorkerState state) noexcept {
   switch (state) {
-    case WorkerState::starting: return "starting";
-    case WorkerState::ready: return "ready";
-    case WorkerState::draining: return "draining";
-    case WorkerState::flipping: return "flipping";
+  case WorkerState::starting:
+    return "starting";
+  case WorkerState::ready:
+    return "ready";
+  case WorkerState::draining:
+    return "draining";
+  case WorkerState::flipping:
+    return "flipping";
   }
   return "";
 }
 
 double Worker::queued_prefill_tokens() const noexcept {
-  if (!report) return static_cast<double>(prefill_tokens.total);
+  if (!report) {
+    return static_cast<double>(prefill_tokens.total);
+  }
   return prefill_tokens.combined(static_cast<double>(report->waiting_prefill_tokens));
 }
 
 double Worker::available_blocks() const noexcept {
   const double growth = static_cast<double>(growth_blocks);
-  if (!report) return static_cast<double>(spec.num_blocks) - static_cast<double>(prompt_blocks.total) - growth;
+  if (!report) {
+    return static_cast<double>(spec.num_blocks) - static_cast<double>(prompt_blocks.total) - growth;
+  }
   const double available =
       static_cast<double>(report->available_blocks) + static_cast<double>(prompt_blocks.gone - prompt_blocks.unseen());
   return std::min(available, static_cast<double>(spec.num_blocks)) - growth;
 }
 
 double Worker::busy_sequences() const noexcept {
-  if (!report) return static_cast<double>(sequences.total);
+  if (!report) {
+    return static_cast<double>(sequences.total);
+  }
   return sequences.combined(static_cast<double>(report->running) + static_cast<double>(report->waiting));
 }
 

@@ -45,7 +45,7 @@ struct LoadReport {
 /// time. What the last report cannot contain yet waits in ``pending`` (not acknowledged), ``due_next`` (in the next
 /// report) or ``due_later`` (in the one after it); ``gone`` has ended since but is still in the last report.
 struct Ledger {
-  static constexpr std::uint32_t kPending = UINT32_MAX;
+  static constexpr std::uint32_t k_pending = UINT32_MAX;
 
   std::int64_t total = 0;
   std::int64_t pending = 0;
@@ -63,7 +63,7 @@ struct Ledger {
     due_next = due_later;
     due_later = gone = 0;
   }
-  /// ``due``: kPending, or in how many reports the amount shows (0: it already does).
+  /// ``due``: k_pending, or in how many reports the amount shows (0: it already does).
   void add(std::int64_t amount, std::uint32_t due) noexcept {
     total += amount;
     part(due, amount);
@@ -75,7 +75,9 @@ struct Ledger {
   /// Like remove, but what the report shows stays there until the next one: the worker itself says when it is gone.
   void leave(std::int64_t amount, std::uint32_t due) noexcept {
     total -= amount;
-    if (due != 0) part(due, -amount);
+    if (due != 0) {
+      part(due, -amount);
+    }
   }
   void acknowledge(std::int64_t amount) noexcept {
     pending -= amount;
@@ -84,7 +86,7 @@ struct Ledger {
 
  private:
   void part(std::uint32_t due, std::int64_t amount) noexcept {
-    (due == kPending ? pending : due == 2 ? due_later : due == 1 ? due_next : gone) += due == 0 ? -amount : amount;
+    (due == k_pending ? pending : due == 2 ? due_later : due == 1 ? due_next : gone) += due == 0 ? -amount : amount;
   }
 };
 
@@ -118,12 +120,12 @@ struct Worker {
   Ledger prefill_tokens;  // uncached prompt tokens to compute
   Ledger prompt_blocks;   // blocks of prompts
   Ledger sequences;
-  std::int64_t growth_blocks = 0;     // expected output not allocated yet
-  std::int64_t transfers = 0;         // hand-offs towards this worker
-  std::int64_t transfer_blocks = 0;   // blocks of them
-  std::int64_t holds = 0;             // reservation objects alive
-  std::uint64_t served = 0;           // placements, for ties
-  bool observed = false;              // prefill times are measured by the worker itself
+  std::int64_t growth_blocks = 0;    // expected output not allocated yet
+  std::int64_t transfers = 0;        // hand-offs towards this worker
+  std::int64_t transfer_blocks = 0;  // blocks of them
+  std::int64_t holds = 0;            // reservation objects alive
+  std::uint64_t served = 0;          // placements, for ties
+  bool observed = false;             // prefill times are measured by the worker itself
 
   Fit prefill;   // seconds of a prompt over (uncached tokens, uncached tokens * mean context)
   Fit transfer;  // seconds of a pull over (blocks, -)

@@ -9,16 +9,17 @@ namespace twinpool::placement {
 
 Worker* WorkerTable::find(const std::string& name, std::uint64_t incarnation) noexcept {
   const auto it = by_name_.find(name);
-  if (it == by_name_.end() || workers_[it->second].spec.incarnation != incarnation) return nullptr;
+  if (it == by_name_.end() || workers_[it->second].spec.incarnation != incarnation) {
+    return nullptr;
+  }
   return &workers_[it->second];
 }
 
 Worker& WorkerTable::upsert(const WorkerSpec& spec) {
   require(!spec.name.empty(), "worker name is empty");
   require(spec.incarnation != 0, "incarnation=0; allowed: any other 64-bit number");
-  require(spec.num_blocks > 0 && spec.block_tokens > 0 && spec.max_num_seqs > 0, [&] {
-    return "worker " + spec.name + ": num_blocks, block_tokens and max_num_seqs must be at least 1";
-  });
+  require(spec.num_blocks > 0 && spec.block_tokens > 0 && spec.max_num_seqs > 0,
+          [&] { return "worker " + spec.name + ": num_blocks, block_tokens and max_num_seqs must be at least 1"; });
   const auto known = by_name_.find(spec.name);
   if (known != by_name_.end() && workers_[known->second].spec.incarnation != spec.incarnation) {
     remove(spec.name, workers_[known->second].spec.incarnation);
@@ -36,14 +37,18 @@ Worker& WorkerTable::upsert(const WorkerSpec& spec) {
     *worker = Worker();
     worker->epoch = next_epoch_++;
     worker->index_slot = index_.add_holder();
-    if (index_owner_.size() <= worker->index_slot) index_owner_.resize(worker->index_slot + 1);
+    if (index_owner_.size() <= worker->index_slot) {
+      index_owner_.resize(worker->index_slot + 1);
+    }
     index_owner_[worker->index_slot] = ref(*worker);
     by_name_.emplace(spec.name, slot);
     attach(slot, spec.pool);
     // A newcomer starts level with its peers: otherwise it would win every tie until it has caught up.
     std::uint64_t fewest = UINT64_MAX;
     for (const std::uint32_t peer : of_pool(worker->pool_id)) {
-      if (peer != slot && workers_[peer].spec.role == spec.role) fewest = std::min(fewest, workers_[peer].served);
+      if (peer != slot && workers_[peer].spec.role == spec.role) {
+        fewest = std::min(fewest, workers_[peer].served);
+      }
     }
     worker->served = fewest == UINT64_MAX ? 0 : fewest;
   } else if (worker->spec.pool != spec.pool) {
@@ -60,7 +65,9 @@ Worker& WorkerTable::upsert(const WorkerSpec& spec) {
 
 bool WorkerTable::remove(const std::string& name, std::uint64_t incarnation) {
   Worker* worker = find(name, incarnation);
-  if (worker == nullptr) return false;
+  if (worker == nullptr) {
+    return false;
+  }
   const std::uint32_t slot = ref(*worker).slot;
   index_.drop_holder(worker->index_slot);
   index_owner_[worker->index_slot] = WorkerRef{};
@@ -76,7 +83,9 @@ void WorkerTable::clear_index(Worker& worker) {
   index_.drop_holder(worker.index_slot);
   index_owner_[worker.index_slot] = WorkerRef{};
   worker.index_slot = index_.add_holder();
-  if (index_owner_.size() <= worker.index_slot) index_owner_.resize(worker.index_slot + 1);
+  if (index_owner_.size() <= worker.index_slot) {
+    index_owner_.resize(worker.index_slot + 1);
+  }
   index_owner_[worker.index_slot] = ref(worker);
 }
 
@@ -91,7 +100,9 @@ void WorkerTable::report(Worker& worker, const LoadReport& load) {
                        worker.report->waiting_prefill_tokens != load.waiting_prefill_tokens;
   worker.report = load;
   ++worker.reports;
-  if (changed) ++worker.changes;
+  if (changed) {
+    ++worker.changes;
+  }
   worker.prefill_tokens.on_report();
   worker.prompt_blocks.on_report();
   worker.sequences.on_report();
@@ -99,7 +110,9 @@ void WorkerTable::report(Worker& worker, const LoadReport& load) {
     const double used = static_cast<double>(worker.spec.num_blocks) - static_cast<double>(load.available_blocks);
     worker.step.add(load.running, std::max(0.0, used) * worker.spec.block_tokens, load.step_seconds);
   }
-  if (changed) touch();
+  if (changed) {
+    touch();
+  }
 }
 
 const std::vector<std::uint32_t>& WorkerTable::of_pool(std::uint32_t pool) const noexcept {
@@ -109,14 +122,18 @@ const std::vector<std::uint32_t>& WorkerTable::of_pool(std::uint32_t pool) const
 
 std::uint32_t WorkerTable::pool_id(const std::string& name) {
   const auto id = pool_ids_.emplace(name, static_cast<std::uint32_t>(pool_ids_.size())).first->second;
-  if (pools_.size() <= id) pools_.resize(id + 1);
+  if (pools_.size() <= id) {
+    pools_.resize(id + 1);
+  }
   return id;
 }
 
 std::uint64_t WorkerTable::reservations() const noexcept {
   std::uint64_t count = 0;
   for (const Worker& worker : workers_) {
-    if (worker.epoch != 0) count += static_cast<std::uint64_t>(worker.holds);
+    if (worker.epoch != 0) {
+      count += static_cast<std::uint64_t>(worker.holds);
+    }
   }
   return count;
 }
@@ -126,6 +143,8 @@ void WorkerTable::attach(std::uint32_t slot, const std::string& pool) {
   pools_[workers_[slot].pool_id].push_back(slot);
 }
 
-void WorkerTable::detach(std::uint32_t slot) { std::erase(pools_[workers_[slot].pool_id], slot); }
+void WorkerTable::detach(std::uint32_t slot) {
+  std::erase(pools_[workers_[slot].pool_id], slot);
+}
 
 }  // namespace twinpool::placement

@@ -15,9 +15,11 @@ namespace twinpool::placement {
 
 class WorkerTable {
  public:
-  explicit WorkerTable(prefix::PrefixIndex& index) : index_(index) {}
+  explicit WorkerTable(prefix::PrefixIndex& index)
+      : index_(index) {}
   WorkerTable(const WorkerTable&) = delete;
   WorkerTable& operator=(const WorkerTable&) = delete;
+  ~WorkerTable() = default;
 
   /// Adds or updates. Another incarnation under the same name replaces the old one. A change of pool, role,
   /// fingerprint or capacity keeps the reservations: it is the same process with the same blocks.

@@ -18,7 +18,7 @@ __extension__ typedef unsigned __int128 Wide;
 
 // Maps a hash to [0, capacity) so that greater hashes map to greater or equal places.
 inline std::size_t scale(std::uint64_t hash, std::size_t capacity) noexcept {
-  return static_cast<std::size_t>((static_cast<Wide>(hash) * capacity) >> 64);
+  return static_cast<std::size_t>((static_cast<Wide>(hash) * capacity) >> 64U);
 }
 
 // A block hash, mixed so that its high bits depend on all of it. The mixing is a bijection.
@@ -51,29 +51,27 @@ class Shard {
   void erase(Entry* entry) noexcept;
 
   // True if one more entry makes the shard grow.
-  bool full() const noexcept { return (size_ + 1) * 5 > capacity_ * 4; }
-  std::size_t bytes() const noexcept { return slots_ * sizeof(Entry); }
-  std::size_t bytes_after_growth() const noexcept { return (grown_capacity() + kTail) * sizeof(Entry); }
+  [[nodiscard]] bool full() const noexcept { return (size_ + 1) * 5 > capacity_ * 4; }
+  [[nodiscard]] std::size_t bytes() const noexcept { return slots_ * sizeof(Entry); }
+  [[nodiscard]] std::size_t bytes_after_growth() const noexcept { return (grown_capacity() + k_tail) * sizeof(Entry); }
 
-  std::size_t size() const noexcept { return size_; }
-  std::size_t slots() const noexcept { return slots_; }
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] std::size_t slots() const noexcept { return slots_; }
   Entry* at(std::size_t slot) noexcept { return entries_.get() + slot; }
-  const Entry* at(std::size_t slot) const noexcept { return entries_.get() + slot; }
+  [[nodiscard]] const Entry* at(std::size_t slot) const noexcept { return entries_.get() + slot; }
 
   // Gives memory back when the load has fallen far below what growth would leave.
   void shrink_if_sparse();
   void clear() noexcept;
 
  private:
-  static constexpr std::size_t kTail = 32;  // slots past the last home, so that a run never wraps
+  static constexpr std::size_t k_tail = 32;  // slots past the last home, so that a run never wraps
   struct Free {
     void operator()(Entry* entries) const noexcept;
   };
 
-  std::size_t home(const Key& key) const noexcept {
-    return scale(key.high << 8, capacity_);
-  }
-  std::size_t grown_capacity() const noexcept { return capacity_ + capacity_ / 4 + 32; }
+  [[nodiscard]] std::size_t home(const Key& key) const noexcept { return scale(key.high << 8U, capacity_); }
+  [[nodiscard]] std::size_t grown_capacity() const noexcept { return capacity_ + capacity_ / 4 + 32; }
   void rehash(std::size_t capacity);
 
   std::unique_ptr<Entry[], Free> entries_;
@@ -84,16 +82,16 @@ class Shard {
 
 class HashTable {
  public:
-  static constexpr std::size_t kShards = 256;
-  Shard& shard(const Key& key) noexcept { return shards_[key.high >> 56]; }
-  const Shard& shard(const Key& key) const noexcept { return shards_[key.high >> 56]; }
+  static constexpr std::size_t k_shards = 256;
+  Shard& shard(const Key& key) noexcept { return shards_[key.high >> 56U]; }
+  [[nodiscard]] const Shard& shard(const Key& key) const noexcept { return shards_[key.high >> 56U]; }
   Shard& at(std::size_t index) noexcept { return shards_[index]; }
-  const Shard& at(std::size_t index) const noexcept { return shards_[index]; }
-  std::size_t size() const noexcept;
-  std::size_t bytes() const noexcept;
+  [[nodiscard]] const Shard& at(std::size_t index) const noexcept { return shards_[index]; }
+  [[nodiscard]] std::size_t size() const noexcept;
+  [[nodiscard]] std::size_t bytes() const noexcept;
 
  private:
-  std::array<Shard, kShards> shards_;
+  std::array<Shard, k_shards> shards_;
 };
 
 }  // namespace twinpool::prefix

@@ -6,16 +6,22 @@
 
 namespace twinpool::prefix {
 
-HolderSets::HolderSets() : live_(1, 0), bits_(kTiers, 0), references_(1, 0), index_(64, kEmpty) {}
+HolderSets::HolderSets()
+    : live_(1, 0),
+      bits_(k_tiers, 0),
+      references_(1, 0),
+      index_(64, k_empty) {}
 
 void HolderSets::reserve_slots(std::size_t slots) {
   const std::size_t wanted = (slots + 63) / 64;
-  if (wanted <= words_) return;
+  if (wanted <= words_) {
+    return;
+  }
   const std::size_t old_words = words_;
-  std::vector<std::uint64_t> wider(references_.size() * wanted * kTiers, 0);
+  std::vector<std::uint64_t> wider(references_.size() * wanted * k_tiers, 0);
   for (std::size_t set = 0; set < references_.size(); ++set) {
-    for (std::size_t tier = 0; tier < kTiers; ++tier) {
-      std::memcpy(&wider[(set * kTiers + tier) * wanted], &bits_[(set * kTiers + tier) * old_words],
+    for (std::size_t tier = 0; tier < k_tiers; ++tier) {
+      std::memcpy(&wider[(set * k_tiers + tier) * wanted], &bits_[(set * k_tiers + tier) * old_words],
                   old_words * sizeof(std::uint64_t));
     }
   }
@@ -53,7 +59,9 @@ bool HolderSets::empty(Id set) const noexcept {
 
 void HolderSets::release(Id set, std::uint32_t count) {
   references_[set] -= count;
-  if (references_[set] != 0 || set == kEmpty) return;
+  if (references_[set] != 0 || set == k_empty) {
+    return;
+  }
   index_erase(set);
   std::fill_n(&bits_[set * stride()], stride(), 0);
   free_.push_back(set);
@@ -62,10 +70,16 @@ void HolderSets::release(Id set, std::uint32_t count) {
 void HolderSets::clear_slots(Id set, const std::uint64_t* mask) {
   std::uint64_t* words = &bits_[set * stride()];
   bool hit = false;
-  for (std::size_t i = 0; i < stride(); ++i) hit = hit || (words[i] & mask[i % words_]) != 0;
-  if (!hit) return;
+  for (std::size_t i = 0; i < stride(); ++i) {
+    hit = hit || (words[i] & mask[i % words_]) != 0;
+  }
+  if (!hit) {
+    return;
+  }
   index_erase(set);
-  for (std::size_t i = 0; i < stride(); ++i) words[i] &= ~mask[i % words_];
+  for (std::size_t i = 0; i < stride(); ++i) {
+    words[i] &= ~mask[i % words_];
+  }
   index_insert(set);
 }
 
@@ -77,18 +91,24 @@ std::uint64_t HolderSets::hash(const std::uint64_t* words) const noexcept {
   std::uint64_t h = 0;
   for (std::size_t i = 0; i < stride(); ++i) {
     h = (h ^ words[i]) * 0x9E3779B97F4A7C15ULL;
-    h ^= h >> 29;
+    h ^= h >> 29U;
   }
   return h;
 }
 
 HolderSets::Id HolderSets::intern_scratch() {
   std::vector<std::uint64_t>& words = scratch_;
-  for (std::size_t i = 0; i < words.size(); ++i) words[i] &= live_[i % words_];
-  if (std::all_of(words.begin(), words.end(), [](std::uint64_t word) { return word == 0; })) return kEmpty;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    words[i] &= live_[i % words_];
+  }
+  if (std::all_of(words.begin(), words.end(), [](std::uint64_t word) { return word == 0; })) {
+    return k_empty;
+  }
   const std::size_t mask = index_.size() - 1;
-  for (std::size_t i = hash(words.data()) & mask; index_[i] != kEmpty; i = (i + 1) & mask) {
-    if (std::equal(words.begin(), words.end(), bits(index_[i]))) return index_[i];
+  for (std::size_t i = hash(words.data()) & mask; index_[i] != k_empty; i = (i + 1) & mask) {
+    if (std::equal(words.begin(), words.end(), bits(index_[i]))) {
+      return index_[i];
+    }
   }
   Id set = 0;
   if (free_.empty()) {
@@ -105,12 +125,18 @@ HolderSets::Id HolderSets::intern_scratch() {
 }
 
 void HolderSets::index_insert(Id set) {
-  if (empty(set)) return;
-  if ((indexed_ + 1) * 2 > index_.size()) rebuild_index(index_.size() * 2);
+  if (empty(set)) {
+    return;
+  }
+  if ((indexed_ + 1) * 2 > index_.size()) {
+    rebuild_index(index_.size() * 2);
+  }
   const std::size_t mask = index_.size() - 1;
   std::size_t i = hash(bits(set)) & mask;
-  for (; index_[i] != kEmpty; i = (i + 1) & mask) {
-    if (index_[i] == set || std::equal(bits(set), bits(set) + stride(), bits(index_[i]))) return;
+  for (; index_[i] != k_empty; i = (i + 1) & mask) {
+    if (index_[i] == set || std::equal(bits(set), bits(set) + stride(), bits(index_[i]))) {
+      return;
+    }
   }
   index_[i] = set;
   ++indexed_;
@@ -119,29 +145,39 @@ void HolderSets::index_insert(Id set) {
 void HolderSets::index_erase(Id set) {
   const std::size_t mask = index_.size() - 1;
   std::size_t hole = hash(bits(set)) & mask;
-  while (index_[hole] != kEmpty && index_[hole] != set) hole = (hole + 1) & mask;
-  if (index_[hole] == kEmpty) return;  // an equal set holds the place
-  index_[hole] = kEmpty;
+  while (index_[hole] != k_empty && index_[hole] != set) {
+    hole = (hole + 1) & mask;
+  }
+  if (index_[hole] == k_empty) {
+    return;  // an equal set holds the place
+  }
+  index_[hole] = k_empty;
   --indexed_;
-  for (std::size_t i = (hole + 1) & mask; index_[i] != kEmpty; i = (i + 1) & mask) {
+  for (std::size_t i = (hole + 1) & mask; index_[i] != k_empty; i = (i + 1) & mask) {
     const std::size_t wanted = hash(bits(index_[i])) & mask;
     if (((i - wanted) & mask) >= ((i - hole) & mask)) {
       index_[hole] = index_[i];
-      index_[i] = kEmpty;
+      index_[i] = k_empty;
       hole = i;
     }
   }
 }
 
 void HolderSets::rebuild_index(std::size_t capacity) {
-  index_.assign(capacity, kEmpty);
+  index_.assign(capacity, k_empty);
   indexed_ = 0;
   const std::size_t mask = capacity - 1;
   for (Id set = 1; set < references_.size(); ++set) {
-    if (empty(set)) continue;
+    if (empty(set)) {
+      continue;
+    }
     std::size_t i = hash(bits(set)) & mask;
-    while (index_[i] != kEmpty && !std::equal(bits(set), bits(set) + stride(), bits(index_[i]))) i = (i + 1) & mask;
-    if (index_[i] != kEmpty) continue;
+    while (index_[i] != k_empty && !std::equal(bits(set), bits(set) + stride(), bits(index_[i]))) {
+      i = (i + 1) & mask;
+    }
+    if (index_[i] != k_empty) {
+      continue;
+    }
     index_[i] = set;
     ++indexed_;
   }

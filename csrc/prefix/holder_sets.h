@@ -13,45 +13,46 @@
 namespace twinpool::prefix {
 
 enum class Tier : std::uint8_t { device = 0, host = 1 };
-inline constexpr std::size_t kTiers = 2;
+inline constexpr std::size_t k_tiers = 2;
 
 class HolderSets {
  public:
   using Id = std::uint32_t;
-  static constexpr Id kEmpty = 0;
+  static constexpr Id k_empty = 0;
 
   HolderSets();
 
   // Words of 64 worker slots in each tier's bit set.
-  std::size_t words() const noexcept { return words_; }
+  [[nodiscard]] std::size_t words() const noexcept { return words_; }
   void reserve_slots(std::size_t slots);
 
   // A slot that is not live vanishes from every set made from now on; `clear_slots` takes it out of the older ones.
   void set_live(std::uint32_t slot, bool live) noexcept;
-  const std::uint64_t* live() const noexcept { return live_.data(); }
+  [[nodiscard]] const std::uint64_t* live() const noexcept { return live_.data(); }
 
   // The set with or without one holder. The result carries no reference yet: `retain` it before the next change.
   Id with(Id set, std::uint32_t slot, Tier tier);
   Id without(Id set, std::uint32_t slot, Tier tier);
-  bool has(Id set, std::uint32_t slot, Tier tier) const noexcept;
-  bool empty(Id set) const noexcept;
+  [[nodiscard]] bool has(Id set, std::uint32_t slot, Tier tier) const noexcept;
+  [[nodiscard]] bool empty(Id set) const noexcept;
 
   // Device bits, then host bits; `words()` each.
-  const std::uint64_t* bits(Id set) const noexcept { return &bits_[set * stride()]; }
+  [[nodiscard]] const std::uint64_t* bits(Id set) const noexcept { return &bits_[set * stride()]; }
 
   // One reference an entry. A set without references is freed.
   void retain(Id set, std::uint32_t count = 1) noexcept { references_[set] += count; }
   void release(Id set, std::uint32_t count = 1);
-  std::uint32_t references(Id set) const noexcept { return references_[set]; }
+  [[nodiscard]] std::uint32_t references(Id set) const noexcept { return references_[set]; }
 
-  // Clears the slots of `mask` (`words()` words) in set `set`. A set may become equal to another one by that; both live on.
+  // Clears the slots of `mask` (`words()` words) in set `set`. A set may become equal to another one by that; both live
+  // on.
   void clear_slots(Id set, const std::uint64_t* mask);
 
-  std::size_t capacity() const noexcept { return references_.size(); }  // ids ever used, kEmpty included
-  std::size_t bytes() const noexcept;
+  [[nodiscard]] std::size_t capacity() const noexcept { return references_.size(); }  // ids ever used, k_empty included
+  [[nodiscard]] std::size_t bytes() const noexcept;
 
  private:
-  std::size_t stride() const noexcept { return words_ * kTiers; }
+  [[nodiscard]] std::size_t stride() const noexcept { return words_ * k_tiers; }
   std::uint64_t hash(const std::uint64_t* bits) const noexcept;
   Id intern_scratch();
   void index_insert(Id set);
@@ -63,7 +64,7 @@ class HolderSets {
   std::vector<std::uint64_t> bits_;
   std::vector<std::uint32_t> references_;
   std::vector<Id> free_;
-  std::vector<Id> index_;  // open addressing by content; kEmpty: vacant
+  std::vector<Id> index_;  // open addressing by content; k_empty: vacant
   std::size_t indexed_ = 0;
   std::vector<std::uint64_t> scratch_;
 };

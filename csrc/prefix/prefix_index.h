@@ -20,7 +20,7 @@
 
 namespace twinpool::prefix {
 
-inline constexpr std::size_t kHashBytes = 16;
+inline constexpr std::size_t k_hash_bytes = 16;
 using HashBytes = std::span<const std::uint8_t>;  // n * 16 bytes
 
 // Result and scratch memory of a search; reuse it to avoid allocation.
@@ -41,9 +41,9 @@ struct PrefixLengths {
 class PrefixIndex {
  public:
   using Slot = std::uint32_t;
-  static constexpr std::size_t kMinimumBytes = 1U << 20;
+  static constexpr std::size_t k_minimum_bytes = 1U << 20U;
 
-  // `max_bytes` 0: no cap. Otherwise at least kMinimumBytes; at the cap the coldest blocks of a shard make room.
+  // `max_bytes` 0: no cap. Otherwise at least k_minimum_bytes; at the cap the coldest blocks of a shard make room.
   explicit PrefixIndex(std::size_t max_bytes = 0);
 
   Slot add_holder();
@@ -58,7 +58,7 @@ class PrefixIndex {
   void longest_prefix(HashBytes hashes, PrefixLengths& out);
 
   std::size_t slots() const noexcept { return next_slot_; }
-  std::size_t blocks() const noexcept;                     // blocks with at least one live holder
+  std::size_t blocks() const noexcept;  // blocks with at least one live holder
   std::size_t blocks_of(Slot slot) const noexcept { return holders_[slot].blocks; }
   std::size_t bytes() const noexcept;
   std::uint64_t evicted() const noexcept { return evicted_; }
@@ -83,7 +83,9 @@ class PrefixIndex {
     friend bool operator==(const CopyKey&, const CopyKey&) = default;
   };
   struct CopyHash {
-    std::size_t operator()(const CopyKey& k) const noexcept { return k.key.high ^ (k.slot * 2654435761U) ^ k.key.low; }
+    std::size_t operator()(const CopyKey& k) const noexcept {
+      return k.key.high ^ (std::uint64_t{k.slot} * 2654435761U) ^ k.key.low;
+    }
   };
   class Step;  // memo of a set transition within a batch
 
@@ -100,7 +102,7 @@ class PrefixIndex {
   std::vector<Slot> free_;
   std::vector<Slot> dying_;
   std::unordered_map<CopyKey, std::uint32_t, CopyHash> extra_copies_;  // copies beyond the first
-  std::array<std::uint32_t, HashTable::kShards> hands_{};              // eviction clocks
+  std::array<std::uint32_t, HashTable::k_shards> hands_{};             // eviction clocks
   std::size_t max_bytes_;
   std::size_t table_bytes_ = 0;
   std::uint64_t evicted_ = 0;
@@ -118,15 +120,17 @@ class PrefixIndex {
 
 template <typename Visit>
 void PrefixIndex::for_each(Visit&& visit) const {
-  std::uint8_t hash[kHashBytes];
-  for (std::size_t index = 0; index < HashTable::kShards; ++index) {
+  std::uint8_t hash[k_hash_bytes];
+  for (std::size_t index = 0; index < HashTable::k_shards; ++index) {
     const Shard& shard = table_.at(index);
     for (std::size_t i = 0; i < shard.slots(); ++i) {
       const Entry& entry = *shard.at(i);
-      if (entry.set == HolderSets::kEmpty) continue;
+      if (entry.set == HolderSets::k_empty) {
+        continue;
+      }
       entry.key.store(hash);
       const std::uint64_t* bits = sets_.bits(entry.set);
-      for (std::size_t word = 0; word < sets_.words() * kTiers; ++word) {
+      for (std::size_t word = 0; word < sets_.words() * k_tiers; ++word) {
         const std::size_t column = word % sets_.words();
         for (std::uint64_t rest = bits[word] & sets_.live()[column]; rest != 0; rest &= rest - 1) {
           visit(static_cast<Slot>(column * 64 + static_cast<std::size_t>(__builtin_ctzll(rest))),

@@ -8,7 +8,7 @@
 namespace twinpool::prefix {
 
 namespace {
-constexpr std::uint32_t kHeatHit = 3;
+constexpr std::uint32_t k_heat_hit = 3;
 }
 
 // Looks up positions_[0 .. count) and writes the live holders of each to masks_. All addresses are prefetched first:
@@ -17,15 +17,19 @@ void PrefixIndex::probe(HashBytes hashes, PrefixLengths& out, std::size_t count)
   const std::size_t words = sets_.words();
   out.masks_.resize(count * words);
   for (std::size_t i = 0; i < count; ++i) {
-    const Key key = Key::load(&hashes[std::size_t{out.positions_[i]} * kHashBytes]);
+    const Key key = Key::load(&hashes[std::size_t{out.positions_[i]} * k_hash_bytes]);
     table_.shard(key).prefetch(key);
   }
   for (std::size_t i = 0; i < count; ++i) {
-    const Key key = Key::load(&hashes[std::size_t{out.positions_[i]} * kHashBytes]);
+    const Key key = Key::load(&hashes[std::size_t{out.positions_[i]} * k_hash_bytes]);
     Entry* entry = table_.shard(key).find(key);
-    if (entry != nullptr) entry->heat = kHeatHit;
-    const std::uint64_t* bits = sets_.bits(entry == nullptr ? HolderSets::kEmpty : entry->set);
-    for (std::size_t w = 0; w < words; ++w) out.masks_[i * words + w] = (bits[w] | bits[words + w]) & sets_.live()[w];
+    if (entry != nullptr) {
+      entry->heat = k_heat_hit;
+    }
+    const std::uint64_t* bits = sets_.bits(entry == nullptr ? HolderSets::k_empty : entry->set);
+    for (std::size_t w = 0; w < words; ++w) {
+      out.masks_[i * words + w] = (bits[w] | bits[words + w]) & sets_.live()[w];
+    }
   }
 }
 
@@ -39,12 +43,16 @@ void PrefixIndex::set_blocks(PrefixLengths& out, const std::uint64_t* slots, std
 
 void PrefixIndex::longest_prefix(HashBytes hashes, PrefixLengths& out) {
   const std::size_t words = sets_.words();
-  const auto count = static_cast<std::uint32_t>(hashes.size() / kHashBytes);
+  const auto count = static_cast<std::uint32_t>(hashes.size() / k_hash_bytes);
   out.blocks.assign(words * 64, 0);
-  if (count == 0 || next_slot_ == 0) return;
+  if (count == 0 || next_slot_ == 0) {
+    return;
+  }
 
   out.positions_.clear();
-  for (std::uint32_t at = 0; at + 1 < count; at = at * 2 + 1) out.positions_.push_back(at);
+  for (std::uint32_t at = 0; at + 1 < count; at = at * 2 + 1) {
+    out.positions_.push_back(at);
+  }
   out.positions_.push_back(count - 1);
   const std::size_t probes = out.positions_.size();
   probe(hashes, out, probes);
@@ -54,9 +62,15 @@ void PrefixIndex::longest_prefix(HashBytes hashes, PrefixLengths& out) {
   out.pending_.clear();
   const auto add = [&](std::uint32_t low, std::uint32_t high, const std::uint64_t* slots) {
     bool any = false;
-    for (std::size_t w = 0; w < words; ++w) any = any || slots[w] != 0;
-    if (!any) return;
-    if (high - low == 1) return set_blocks(out, slots, low + 1);
+    for (std::size_t w = 0; w < words; ++w) {
+      any = any || slots[w] != 0;
+    }
+    if (!any) {
+      return;
+    }
+    if (high - low == 1) {
+      return set_blocks(out, slots, low + 1);
+    }
     out.next_.push_back({low, high});
     out.next_pending_.insert(out.next_pending_.end(), slots, slots + words);
   };
@@ -99,7 +113,9 @@ void PrefixIndex::longest_prefix(HashBytes hashes, PrefixLengths& out) {
     out.next_.clear();
     out.next_pending_.clear();
     out.positions_.clear();
-    for (const auto& interval : out.level_) out.positions_.push_back(interval.low + (interval.high - interval.low) / 2);
+    for (const auto& interval : out.level_) {
+      out.positions_.push_back(interval.low + (interval.high - interval.low) / 2);
+    }
     probe(hashes, out, out.level_.size());
     for (std::size_t i = 0; i < out.level_.size(); ++i) {
       const std::uint32_t middle = out.positions_[i];

@@ -9,15 +9,21 @@ namespace twinpool::prefix {
 
 // The shard is full. Grows it by being used further, unless that breaks the cap: then a sixteenth of it is evicted.
 void PrefixIndex::make_room(Shard& shard, std::size_t index) {
-  if (max_bytes_ == 0 || shard.size() < 16) return;
+  if (max_bytes_ == 0 || shard.size() < 16) {
+    return;
+  }
   const std::size_t others = sets_.bytes() + extra_copies_.size() * (sizeof(CopyKey) + 32);
-  if (table_bytes_ - shard.bytes() + shard.bytes_after_growth() + others <= max_bytes_) return;
+  if (table_bytes_ - shard.bytes() + shard.bytes_after_growth() + others <= max_bytes_) {
+    return;
+  }
   const std::size_t wanted = shard.size() - std::max<std::size_t>(1, shard.size() / 16);
   std::uint32_t& hand = hands_[index];
   while (shard.size() > wanted) {
-    if (hand >= shard.slots()) hand = 0;
+    if (hand >= shard.slots()) {
+      hand = 0;
+    }
     Entry* entry = shard.at(hand);
-    if (entry->set == HolderSets::kEmpty) {
+    if (entry->set == HolderSets::k_empty) {
       ++hand;
     } else if (entry->heat > 0) {
       --entry->heat;
@@ -39,12 +45,14 @@ void PrefixIndex::evict(Shard& shard, Entry* entry) {
 // Takes an entry out of the counts of its live holders.
 void PrefixIndex::forget_entry(const Entry& entry) {
   const std::uint64_t* bits = sets_.bits(entry.set);
-  for (std::size_t word = 0; word < sets_.words() * kTiers; ++word) {
+  for (std::size_t word = 0; word < sets_.words() * k_tiers; ++word) {
     const std::size_t column = word % sets_.words();
     for (std::uint64_t rest = bits[word] & sets_.live()[column]; rest != 0; rest &= rest - 1) {
       const auto slot = static_cast<Slot>(column * 64 + static_cast<std::size_t>(__builtin_ctzll(rest)));
       --holders_[slot].blocks;
-      if (!extra_copies_.empty()) extra_copies_.erase(CopyKey{entry.key, slot, static_cast<Tier>(word / sets_.words())});
+      if (!extra_copies_.empty()) {
+        extra_copies_.erase(CopyKey{entry.key, slot, static_cast<Tier>(word / sets_.words())});
+      }
     }
   }
 }
@@ -58,7 +66,9 @@ void PrefixIndex::maintain(std::size_t budget) {
       swept_.swap(dying_);
       dying_.clear();
       sweep_mask_.assign(sets_.words(), 0);
-      for (const Slot slot : swept_) sweep_mask_[slot / 64] |= 1ULL << (slot % 64);
+      for (const Slot slot : swept_) {
+        sweep_mask_[slot / 64] |= 1ULL << (slot % 64);
+      }
       sweep_set_ = 1;
       sweep_set_end_ = sets_.capacity();
       sweep_shard_ = 0;
@@ -77,12 +87,14 @@ void PrefixIndex::maintain(std::size_t budget) {
       --budget;
       continue;
     }
-    if (sweep_table_ && sweep_shard_ < HashTable::kShards) {
+    if (sweep_table_ && sweep_shard_ < HashTable::k_shards) {
       Shard& shard = table_.at(sweep_shard_++);
       const std::size_t before = shard.bytes();
       for (std::size_t i = shard.slots(); i-- > 0;) {  // from the end: an erase moves only what was seen already
         Entry* entry = shard.at(i);
-        if (entry->set == HolderSets::kEmpty || !sets_.empty(entry->set)) continue;
+        if (entry->set == HolderSets::k_empty || !sets_.empty(entry->set)) {
+          continue;
+        }
         const HolderSets::Id set = entry->set;
         shard.erase(entry);
         sets_.release(set);
@@ -99,7 +111,9 @@ void PrefixIndex::maintain(std::size_t budget) {
 }
 
 void PrefixIndex::finish_sweep() {
-  while (sweeping()) maintain(1U << 20);
+  while (sweeping()) {
+    maintain(1U << 20U);
+  }
 }
 
 }  // namespace twinpool::prefix
