@@ -45,5 +45,5 @@ static_assert(sizeof(Hash128) == Hash128::size && alignof(Hash128) == 1);
 
 template <>
 struct std::hash<twinpool::Hash128> {
-  std::size_t operator()(const twinpool::Hash128& hash) const noexcept { return hash.low(); }
+  std::size_t operator()(const twinpool::Hash128& value) const noexcept { return value.low(); }
 };
