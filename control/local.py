@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import psutil
 
+from twinpool.client import Client
 from twinpool.config import TwinpoolConfig, to_env
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
@@ -29,6 +30,7 @@ Progress = Callable[[str, str], None]
 
 ROUTER_STOP_SECONDS = 10.0
 CHILD_STOP_SECONDS = 3.0
+SERVING_POLL_SECONDS = 0.05
 
 log = get_logger(__name__)
 
@@ -121,6 +123,8 @@ class LocalCluster:
             self._view.wait_routers(pools.routers, pools.start_timeout_seconds, self._check_routers), stopping
         )
         self.router_endpoints = [record.endpoint for record in records]
+        for endpoint in self.router_endpoints:
+            await _unless(self._wait_serving(endpoint), stopping)
         self._control = ControlServer(self.config, self._view)
         await self._control.start()
 
@@ -152,6 +156,24 @@ class LocalCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    async def _wait_serving(self, endpoint: str) -> None:
+        """Returns once the router has loaded the tokenizer and sees every worker."""
+        pools = self.config.pools
+        deadline = asyncio.get_running_loop().time() + pools.start_timeout_seconds
+        async with Client(endpoint, self.config.rpc, self.config.tls) as client:
+            while True:
+                self._check_routers()
+                models = await client.models()
+                if any(
+                    model.prefill_workers >= pools.prefill_workers
+                    and model.decode_workers >= pools.decode_workers
+                    for model in models
+                ):
+                    return
+                if asyncio.get_running_loop().time() > deadline:
+                    raise TwinpoolError("NO_WORKERS", f"router {endpoint} does not see the workers")
+                await asyncio.sleep(SERVING_POLL_SECONDS)
 
     def _check_routers(self) -> None:
         for index, process in enumerate(self._routers):

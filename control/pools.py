@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -43,6 +44,8 @@ class RayPools:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
+        # Its notes on threads and tokens are for people who started Ray themselves.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         pools = self._config.pools
         if pools.ray_address:
             ray.init(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.rule import Rule
 
 from twinpool.client import Completion, Turn, request
 from twinpool.config import TwinpoolConfig
@@ -97,7 +96,7 @@ async def _questions(endpoint: str, max_tokens: int, live: bool) -> list[dict[st
 
     async def ask(label: str, turns: list[Turn]) -> Completion:
         if live:
-            out.print(Rule(label, align="left", style="dim"))
+            out.print(f"[dim]── {label} ──[/]")
         answer = await stream_answer(
             endpoint, request(chat=turns, max_tokens=max_tokens, temperature=0.0), live=live
         )

@@ -28,18 +28,7 @@ def workers(
 ) -> None:
     """List the workers that are registered."""
     records = run_command(_workers(control_endpoint(cluster, control)))
-    columns = [
-        "name",
-        "pool",
-        "role",
-        "state",
-        "model",
-        "blocks",
-        "block_tokens",
-        "kv_bytes_per_token",
-        "endpoint",
-        "incarnation",
-    ]
+    columns = ["name", "role", "state", "model", "blocks", "endpoint", "incarnation"]
     emit_rows([_row(record) for record in records], columns, output)
 
 

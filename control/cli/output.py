@@ -12,8 +12,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Without a terminal there is no width to fit: a row must stay a line.
+PIPE_WIDTH = 400
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -44,7 +46,9 @@ def emit_rows(rows: Sequence[Row], columns: Sequence[str], fmt: Format, *, title
         )
         for column in columns:
             numeric = bool(rows) and all(isinstance(row.get(column), int | float) for row in rows)
-            table.add_column(column.replace("_", " ").upper(), justify="right" if numeric else "left")
+            table.add_column(
+                column.replace("_", " ").upper(), justify="right" if numeric else "left", no_wrap=True
+            )
         for row in rows:
             table.add_row(*(_cell(row.get(column)) for column in columns))
         out.print(table)
