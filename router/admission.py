@@ -16,7 +16,7 @@ from twinpool.config import RouterSection
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
-from twinpool.router.request import Group, Prepared
+from twinpool.router.request import Prepared
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
 
 log = get_logger(__name__)
@@ -37,6 +37,9 @@ class Admitted(Protocol):
 
     def on_ended(self, action: Action) -> None:
         """The core ended the request (its deadline, or its time in the queue)."""
+
+    def on_fault(self, error: Exception) -> None:
+        """One of the calls above has raised: a fault of ours, which must not stop the requests beside it."""
 
 
 def core_config(limits: RouterSection) -> AdmissionConfig:
@@ -63,6 +66,7 @@ class Admission:
         self.core = core
         self._waiting: dict[int, Admitted] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._wake_at: float | None = None
         self._planned = False
 
     def close(self) -> None:
@@ -109,21 +113,23 @@ class Admission:
         return transition
 
     def forget(self, request: int) -> None:
-        """Ends the router's interest in a request that has reached a terminal state."""
+        """Ends the router's interest in a request. One that has not ended by now is cancelled."""
         if self._waiting.pop(request, None) is not None:
+            self.core.advance(time.monotonic(), request, 0, "cancel")
             self.core.forget(request)
+            self.kick()
 
     # --- workers --------------------------------------------------------------------------
 
     def upsert_worker(
-        self, key: WorkerKey, group: Group, role: str, state: str, record: control_pb2.WorkerRecord
+        self, key: WorkerKey, pool: str, role: str, state: str, record: control_pb2.WorkerRecord
     ) -> None:
         """A worker that can be reached, or a change of it."""
         self.core.upsert_worker(
             time.monotonic(),
             key.name,
             key.incarnation,
-            group.label,
+            pool,
             role,
             state,
             record.fingerprint,
@@ -191,23 +197,35 @@ class Admission:
             owner = self._waiting.get(action.request)
             if owner is None:
                 log.error("action_without_owner", kind=action.kind, request=action.request)
-            elif action.kind == "place":
-                owner.on_placed(action)
-            elif action.kind == "preempt":
-                owner.on_preempted(action)
-            else:
-                owner.on_ended(action)
+                continue
+            try:
+                if action.kind == "place":
+                    owner.on_placed(action)
+                elif action.kind == "preempt":
+                    owner.on_preempted(action)
+                else:
+                    owner.on_ended(action)
+            except Exception as error:
+                log.exception("action_failed", kind=action.kind, type=type(error).__name__)
+                owner.on_fault(error)
         self._arm()
 
     def _arm(self) -> None:
+        now = time.monotonic()
+        wake = self.core.next_wake(now)
+        if wake == self._wake_at:
+            return
+        self._wake_at = wake
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now = time.monotonic()
-        wake = self.core.next_wake(now)
-        if wake is not None and not self._planned:
+        if wake is not None:
             delay = min(max(wake - now, _TIMER_SLACK_SECONDS), _LONGEST_TIMER_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._plan)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._wake_at = self._timer = None
+        self._plan()
 
 
 def refusal(reason: str, limit: str, retry_after: float) -> TwinpoolError:

@@ -2,6 +2,7 @@
 """A router put together: the core, the hops around it, and the gRPC server."""
 
 import asyncio
+import socket
 from functools import partial
 
 from twinpool import metrics
@@ -12,7 +13,7 @@ from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.background import Background
-from twinpool.router.lifecycle import Hops
+from twinpool.router.hops import Hops
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
 from twinpool.router.placement import Fleet
@@ -25,6 +26,7 @@ from twinpool.v1 import worker_pb2 as pb
 log = get_logger(__name__)
 
 HOUSEKEEPING_SECONDS = 0.5
+_ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 
 class Router:
@@ -60,7 +62,9 @@ class Router:
         self._server.add(SERVICE, register, self.service)
         port = self._server.bind(self.config.router.host, self.config.router.port)
         await self._server.start()
-        self.endpoint = join_address(self.config.router.host, port)
+        host = self.config.router.host
+        # What others dial: an address that stands for all of this host's own is none to dial.
+        self.endpoint = join_address(socket.gethostname() if host in _ANY_ADDRESS else host, port)
         self._housekeeper = asyncio.get_running_loop().create_task(self._keep_house())
         return self.endpoint
 

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import grpc
 import grpc.aio
 
+from twinpool import metrics
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.v1 import worker_pb2 as pb
@@ -235,9 +236,10 @@ class WorkerSession:
             if writer is not None:
                 writer.cancel()
             self._outbox.clear()
-            self._lose_legs(cause)
             if welcomed and not self._closed:
+                # First, so that what the legs lose is not placed here again.
                 self._owner.session_down(self, cause)
+            self._lose_legs(cause)
         return welcomed, cause
 
     async def _write(self, call: Call) -> None:
@@ -272,9 +274,10 @@ class WorkerSession:
         try:
             self._route(response)
         except Exception as error:
-            log.exception(
-                "message_not_applied", kind=response.WhichOneof("message"), type=type(error).__name__
-            )
+            kind = response.WhichOneof("message")
+            log.exception("message_not_applied", kind=kind, type=type(error).__name__)
+            for leg in [self._legs[key] for key in _attempts_of(response) if key in self._legs]:
+                leg.events.on_lost(leg, "a message of the worker could not be applied")
 
     def _route(self, response: pb.SessionResponse) -> None:
         kind = response.WhichOneof("message")
@@ -283,11 +286,11 @@ class WorkerSession:
         elif kind == "load":
             self._owner.load_reported(self, response.load)
         elif kind == "cancelled":
-            leg = self._find(response.cancelled.id)
+            leg = self._find(kind, response.cancelled.id)
             if leg is not None:
                 self.release(leg)
         elif kind == "failed":
-            leg = self._find(response.failed.id)
+            leg = self._find(kind, response.failed.id)
             if leg is not None:
                 cancelling = leg.state is LegState.CANCELLING
                 self.release(leg)
@@ -298,7 +301,7 @@ class WorkerSession:
 
     def _route_progress(self, kind: str, response: pb.SessionResponse) -> None:
         message = getattr(response, kind)
-        leg = self._find(message.id)
+        leg = self._find(kind, message.id)
         if leg is None or leg.state is LegState.CANCELLING:
             return
         if kind == "reserved":
@@ -310,16 +313,24 @@ class WorkerSession:
 
     def _route_step(self, step: pb.StepTokens) -> None:
         legs = [self._legs.get((attempt.request_id, attempt.attempt)) for attempt in step.ids]
+        unknown = 0
         for token in step.tokens:
             leg = legs[token.slot] if token.slot < len(legs) else None
-            if leg is not None and leg.state is LegState.RUNNING:
+            if leg is None:
+                unknown += 1
+            elif leg.state is LegState.RUNNING:
                 leg.events.on_token(leg, token)
         for leg in legs:
             if leg is not None and leg.state is LegState.RUNNING:
                 leg.events.on_step_end(leg)
+        if unknown:
+            metrics.ROUTER_UNKNOWN_EVENTS.labels("step").inc(unknown)
 
-    def _find(self, attempt: pb.AttemptId) -> Leg | None:
-        return self._legs.get((attempt.request_id, attempt.attempt))
+    def _find(self, kind: str, attempt: pb.AttemptId) -> Leg | None:
+        leg = self._legs.get((attempt.request_id, attempt.attempt))
+        if leg is None:
+            metrics.ROUTER_UNKNOWN_EVENTS.labels(kind).inc()
+        return leg
 
     def _lose(self, leg: Leg, cause: str) -> None:
         if leg.ended:
@@ -332,6 +343,14 @@ class WorkerSession:
     def _lose_legs(self, cause: str) -> None:
         for leg in list(self._legs.values()):
             self._lose(leg, cause)
+
+
+def _attempts_of(response: pb.SessionResponse) -> list[LegId]:
+    kind = response.WhichOneof("message")
+    if kind == "step":
+        return [(attempt.request_id, attempt.attempt) for attempt in response.step.ids]
+    attempt = getattr(getattr(response, kind), "id", None) if kind else None
+    return [(attempt.request_id, attempt.attempt)] if attempt is not None else []
 
 
 class _RefusedError(Exception):

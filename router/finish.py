@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first and the last event of an answer."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from twinpool import metrics
+from twinpool.ids import WorkerKey
 from twinpool.router.request import Prepared
+from twinpool.router.stream import Answer
 from twinpool.router.timing import HopClock
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import worker_pb2 as worker
 
-if TYPE_CHECKING:
-    from twinpool.router.lifecycle import Attempt
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class FinishedAttempt(Protocol):
+    """What is told of the attempt that succeeded."""
+
+    number: int
+    prefill: WorkerKey
+    decode: WorkerKey
+    answer: Answer
+    reserved: worker.Reserved | None
+    prefill_done: worker.PrefillDone | None
+    handoff: pb.HandoffStats | None
 
 
 def started_event(prepared: Prepared) -> pb.GenerateResponse:
@@ -26,7 +40,7 @@ def started_event(prepared: Prepared) -> pb.GenerateResponse:
     )
 
 
-def finished_event(prepared: Prepared, attempt: "Attempt", clock: HopClock) -> pb.GenerateResponse:
+def finished_event(prepared: Prepared, attempt: FinishedAttempt, clock: HopClock) -> pb.GenerateResponse:
     """Every choice has ended: reasons, counts, times, and who did it."""
     answer = attempt.answer
     assert attempt.prefill_done is not None
@@ -53,6 +67,3 @@ def finished_event(prepared: Prepared, attempt: "Attempt", clock: HopClock) -> p
             attempts=attempt.number,
         )
     )
-
-
-_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}

@@ -14,24 +14,19 @@ both workers have acknowledged that they hold nothing, or the wait for that ran 
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Final
 
 from twinpool import metrics
 from twinpool._core import Action
-from twinpool.config import RouterSection
-from twinpool.errors import TwinpoolError
+from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
-from twinpool.router.admission import Admission
-from twinpool.router.background import Background
 from twinpool.router.dispatch import Leg
 from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
-from twinpool.router.locality import Locality
+from twinpool.router.hops import Hops
 from twinpool.router.outcome import Outcome, core_error, found, lost, said_by
-from twinpool.router.placement import Fleet
-from twinpool.router.request import Prepared
+from twinpool.router.request import Prepared, passed
 from twinpool.router.stream import Answer
 from twinpool.router.timing import DECODE, HANDOFF, PREFILL, QUEUE, RESERVE, Hop, HopClock
 from twinpool.v1 import inference_pb2 as pb
@@ -43,17 +38,6 @@ Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 # About a block: a call of the core for each token would cost more than it tells.
 _TOKENS_A_REPORT: Final = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Hops:
-    """What a request passes through."""
-
-    limits: RouterSection
-    admission: Admission
-    fleet: Fleet
-    locality: Locality
-    background: Background
 
 
 class Attempt:
@@ -158,7 +142,7 @@ class Attempt:
         if self.answer.drawn:
             # Nothing more will come: the end does not wait for the client to read.
             self._request.collect()
-        self._request.wake()
+        self._request.wake(at_once=self.handoff is None)
 
     def _push(self, token: worker.FirstToken | worker.StepToken, offset: int) -> None:
         if self.over:
@@ -257,6 +241,7 @@ class Lifecycle:
         self._ready: list[pb.GenerateResponse] = []
         self._delivered = False
         self._told_tokens = 0
+        self._gathering: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
 
     async def run(self, write: Write) -> None:
@@ -300,10 +285,22 @@ class Lifecycle:
         """The core ended the request: its deadline, or its time in the queue."""
         self._end(core_error(action.cause, action.retry_after))
 
+    def on_fault(self, error: Exception) -> None:
+        """The router itself failed."""
+        self._end(as_twinpool_error(error))
+
     # --- from the attempt -----------------------------------------------------------------
 
-    def wake(self) -> None:
-        """There is something to write, or to raise."""
+    def wake(self, at_once: bool = True) -> None:
+        """There is something to write, or to raise. Not ``at_once``: it may wait for more to gather."""
+        pause = self.hops.limits.stream_interval_seconds
+        if at_once or not pause:
+            self._wake.set()
+        elif self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(pause, self._gathered)
+
+    def _gathered(self) -> None:
+        self._gathering = None
         self._wake.set()
 
     def hop(self, hop: Hop) -> None:
@@ -390,10 +387,12 @@ class Lifecycle:
 
     def _leave(self) -> None:
         """The client's coroutine ends, well or not: nothing of the request may stay behind anywhere."""
+        if self._gathering is not None:
+            self._gathering.cancel()
         if not self._over:
             self._over = True
-            event = "deadline" if self.prepared.deadline.expired else "cancel"
-            self.hops.admission.advance(self._request, 0, event)
+            if passed(self.prepared.deadline):
+                self.hops.admission.advance(self._request, 0, "deadline")
             if self.attempt is not None:
                 self.attempt.stop()
         self.hops.admission.forget(self._request)

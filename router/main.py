@@ -10,6 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from twinpool import logs, metrics, rpc
 from twinpool.config import TwinpoolConfig
+from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.membership import Registration, WorkerWatch
 from twinpool.router.app import Router
@@ -25,7 +26,11 @@ _SYNC_LOG_SECONDS: Final = 5.0
 def run(config: TwinpoolConfig) -> int:
     """Runs a router in the foreground until SIGINT or SIGTERM. Returns the exit status."""
     logs.setup(config.log.level, config.log.as_json)
-    return rpc.run(_run(config))
+    try:
+        return rpc.run(_run(config))
+    except TwinpoolError as error:
+        log.error("router_failed", reason=error.reason, error=error.message)
+        return 1
 
 
 async def _run(config: TwinpoolConfig) -> int:

@@ -78,8 +78,8 @@ class ModelTable:
             if members.loading is not None:
                 members.loading.cancel()
 
-    def upsert(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> Group:
-        """Adds or updates a worker and returns its group."""
+    def upsert(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
+        """Adds or updates a worker."""
         self._drop(key, but=group_id(record))
         members = self._members.setdefault(group_id(record), _Members())
         members.records[key] = record
@@ -89,7 +89,6 @@ class ModelTable:
         members.tokenizer = members.tokenizer or self._tokenizers.get(path)
         if members.tokenizer is None and (members.loading is None or members.loading.done()):
             members.loading = asyncio.get_running_loop().create_task(self._load(members, path))
-        return members.group
 
     def remove(self, key: WorkerKey) -> None:
         """Forgets a worker."""

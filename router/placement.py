@@ -8,6 +8,8 @@ kept apart by the core.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +25,7 @@ from twinpool.router.background import Background
 from twinpool.router.dispatch import WorkerSession
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
+from twinpool.router.request import group_label
 from twinpool.v1 import control_pb2
 from twinpool.v1 import worker_pb2 as pb
 
@@ -47,6 +50,7 @@ class _Worker:
     session: WorkerSession
     # No longer registered; its stream stays until what runs on it has ended.
     retired: bool = False
+    broken_at: float | None = None
 
 
 class Fleet:
@@ -146,7 +150,10 @@ class Fleet:
             log.warning("worker_role_differs", worker=str(session.key), role=_ROLES.get(role, "unknown"))
             return
         self._tell_core(session.key, known.record)
-        self._admission.quarantine(session.key, 0.0)
+        # One that came back at once may break again at once: it waits out its quarantine.
+        since = time.monotonic() - known.broken_at if known.broken_at is not None else math.inf
+        left = max(0.0, self._config.router.quarantine_seconds - since)
+        self._admission.quarantine(session.key, left)
         self._count()
 
     def session_down(self, session: WorkerSession, cause: str) -> None:
@@ -161,6 +168,7 @@ class Fleet:
         else:
             log.warning("worker_session_lost", worker=str(session.key), role=role, cause=cause)
             metrics.ROUTER_QUARANTINES.labels(role).inc()
+            known.broken_at = time.monotonic()
             self._admission.quarantine(session.key, _UNTIL_WELCOMED)
         self._count()
 
@@ -171,9 +179,9 @@ class Fleet:
     # --- inside ---------------------------------------------------------------------------
 
     def _tell_core(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
-        group = self._models.upsert(key, record)
+        pool = group_label(record.pool, record.model, record.fingerprint)
         self._admission.upsert_worker(
-            key, group, _ROLES[record.role], _STATES.get(record.state, "starting"), record
+            key, pool, _ROLES[record.role], _STATES.get(record.state, "starting"), record
         )
         self._locality.set_capacity(key, record.num_blocks)
 

@@ -2,12 +2,27 @@
 """A request after validation: everything that the later hops need, with all defaults filled in."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinpool.rpc import Deadline
 from twinpool.v1 import inference_pb2 as inference
+
+# gRPC ends a call at its deadline by another clock than ours.
+_CLOCK_SLACK_SECONDS: Final = 0.02
+
+
+def passed(deadline: Deadline) -> bool:
+    """Whether a call that ended now has ended by its deadline."""
+    left = deadline.remaining()
+    return left is not None and left <= _CLOCK_SLACK_SECONDS
+
+
+def group_label(pool: str, model: str, fingerprint: str) -> str:
+    """What the core calls the pool of a group of workers. A pool's name has no slash, so no two groups share one."""
+    return f"{pool}/{fingerprint}/{model}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +51,8 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Unique among groups; the fingerprint's own text keeps it so."""
-        return f"{self.pool}/{self.model}/{self.fingerprint}"
+        """Unique among groups."""
+        return group_label(self.pool, self.model, self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

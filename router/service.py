@@ -18,9 +18,10 @@ from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.ids import new_request_id
 from twinpool.logs import get_logger
-from twinpool.router.lifecycle import Hops, Lifecycle
+from twinpool.router.hops import Hops
+from twinpool.router.lifecycle import Lifecycle
 from twinpool.router.models import ModelTable, Target
-from twinpool.router.request import Prepared
+from twinpool.router.request import Prepared, passed
 from twinpool.router.stream import Answer, AnswerSpec
 from twinpool.router.tokenize import TokenizeHop, hash_prompt
 from twinpool.router.utf8 import Unparsed, lenient, refuse_unknown_fields
@@ -61,7 +62,7 @@ class InferenceService:
         try:
             await self._generate(_parsed(request), context, arrival, deadline)
         except asyncio.CancelledError:
-            _count("DEADLINE_EXCEEDED" if deadline.expired else "CANCELLED")
+            _count("DEADLINE_EXCEEDED" if passed(deadline) else "CANCELLED")
             raise
         except Exception as error:
             _count(as_twinpool_error(error).reason)

@@ -7,10 +7,14 @@ wait by then: the first one at once, later ones in as few messages as the client
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from twinpool.errors import TwinpoolError
 from twinpool.text import TextStream, UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
+
+# A client that was slow for long gets what has gathered in messages of a size that every client takes.
+MAX_TOKENS_A_MESSAGE: Final = 1024
 
 _RUNNING = pb.FINISH_REASON_UNSPECIFIED
 _STOP = pb.FINISH_REASON_STOP
@@ -99,14 +103,14 @@ class Choice:
         self._logprobs.clear()
 
     def take(self) -> pb.GenerateTokens | None:
-        """What waits, as one message; None if nothing does. Sets ``finish`` if the choice ends here.
+        """What waits, or its beginning, as one message; None if nothing does. Sets ``finish`` if the choice ends here.
 
         Raises DETOKENIZE_FAILED if a token has no text.
         """
         if not self._ids or self.finish != _RUNNING:
             return None
-        ids, logprobs = self._ids, self._logprobs
-        self._ids, self._logprobs = [], []
+        ids, logprobs = self._ids[:MAX_TOKENS_A_MESSAGE], self._logprobs[:MAX_TOKENS_A_MESSAGE]
+        del self._ids[:MAX_TOKENS_A_MESSAGE], self._logprobs[:MAX_TOKENS_A_MESSAGE]
         try:
             used, text = self._decode(ids)
         except UnknownTokenError as error:
@@ -124,7 +128,7 @@ class Choice:
 
     def _decode(self, ids: list[int]) -> tuple[int, str]:
         """How many of ``ids`` belong to the answer, and their text."""
-        final = self._worker_finish
+        final = _RUNNING if self._ids else self._worker_finish
         # The token that stops a choice is counted and returned, but is no part of the text.
         delta = self._text.push(ids[:-1] if final == _STOP else ids)
         if delta.stop is None and final == _RUNNING:
@@ -179,10 +183,13 @@ class Answer:
                 )
 
     def take(self) -> list[pb.GenerateResponse]:
-        """Everything that waits, one message a choice."""
+        """Everything that waits, as a rule one message a choice."""
         self._buffered = 0
-        messages = (choice.take() for choice in self.choices)
-        return [pb.GenerateResponse(tokens=message) for message in messages if message is not None]
+        messages = []
+        for choice in self.choices:
+            while (tokens := choice.take()) is not None:
+                messages.append(pb.GenerateResponse(tokens=tokens))
+        return messages
 
     def drop(self) -> None:
         """Forgets what waits."""

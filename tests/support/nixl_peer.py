@@ -9,14 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.transfer_shim import ReadFaults, ShimAgent
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.transfer.base import PeerDescriptor, PoolMemory
 from twinpool.transfer.nixl import NixlAgent
@@ -32,7 +36,7 @@ def pattern(block: int, salt: int, block_bytes: int) -> NDArray[np.uint8]:
 
 
 class Worker:
-    """A pool and a transfer thread in this process."""
+    """A pool and a transfer thread in this process. ``faults`` apply to its data reads, by their number."""
 
     def __init__(
         self, key: WorkerKey, num_blocks: int, block_bytes: int, ucx_tls: str, poll_seconds: float = 150e-6
@@ -42,17 +46,30 @@ class Worker:
         self.pool = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
         self.generations = np.ones(num_blocks, dtype=np.uint64)
         memory = PoolMemory.of_array(self.pool)
-        self.thread = TransferThread(
-            lambda: NixlAgent(key, FINGERPRINT, memory, self.generations, ucx_tls=ucx_tls),
-            poll_seconds=poll_seconds,
-        )
+        self.faults = ReadFaults()
+        self._shims: list[ShimAgent] = []
+
+        def make() -> ShimAgent:
+            agent = NixlAgent(key, FINGERPRINT, memory, self.generations, ucx_tls=ucx_tls)
+            shim = ShimAgent(agent, time.monotonic)
+            shim.data = self.faults
+            self._shims.append(shim)
+            return shim
+
+        self.thread = TransferThread(make, poll_seconds=poll_seconds)
         self.descriptor = self.thread.start()
 
-    def fill(self, blocks: list[int], salt: int) -> None:
-        """New content: generations first, as the block manager does."""
+    @property
+    def data_reads(self) -> int:
+        """Data reads posted so far."""
+        return self._shims[0].data_reads
+
+    def fill(self, blocks: list[int], salt: int) -> list[int]:
+        """New content: generations first, as the block manager does. Returns all generations."""
         for block in blocks:
             self.generations[block] += 1
             self.pool[block] = pattern(block, salt, self.pool.shape[1])
+        return [int(generation) for generation in self.generations]
 
 
 def _serve(connection: Connection, name: str, sizes: tuple[int, int], ucx_tls: str) -> None:
@@ -91,12 +108,19 @@ class PeerProcess:
     ) -> None:
         self.kill()
 
-    def fill(self, blocks: list[int], salt: int) -> None:
+    def fill(self, blocks: list[int], salt: int) -> list[int]:
+        """See :meth:`Worker.fill`."""
         self._connection.send(("fill", (blocks, salt)))
-        self._receive()
+        generations: list[int] = self._receive()
+        return generations
 
     def pause(self) -> None:
+        """Returns when every thread of the process has really stopped."""
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not self._stopped():
+            assert time.monotonic() < deadline, "the peer does not stop"
+            time.sleep(1e-3)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -116,6 +140,11 @@ class PeerProcess:
     def alive(self) -> bool:
         return self._process.is_alive()
 
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        # The state follows the command's name, which is in parentheses and may hold anything.
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
     def _signal(self, number: int) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
@@ -127,8 +156,6 @@ class PeerProcess:
 
 def waiter(done: Callable[[Any], None] | None = None) -> tuple[Callable[..., None], Callable[[float], Any]]:
     """A callback and a function that waits for its call and returns what it was called with."""
-    import threading
-
     event = threading.Event()
     got: list[Any] = []
 

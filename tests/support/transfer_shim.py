@@ -38,7 +38,7 @@ class ReadFaults:
     """The read ends in this state, whatever really became of it."""
     delay_seconds: dict[int, float] = field(default_factory=dict)
     """The bytes move only so long after the post. They do move, also if the caller has given up."""
-    after: dict[int, Callable[[], None]] = field(default_factory=dict)
+    after: dict[int, Callable[[], object]] = field(default_factory=dict)
     """Called when the read is done, before anyone learns of it: the place to reuse a block at the owner."""
 
 

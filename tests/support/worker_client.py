@@ -139,6 +139,7 @@ class RouterSession:
     def __init__(self, record: WorkerRecord, router: str = "test-router") -> None:
         self.record = record
         self.router = router
+        self.incarnation = new_incarnation()
         self.loads: list[pb.LoadReport] = []
         self.welcome: pb.Welcome | None = None
         self.step_messages = 0
@@ -183,7 +184,7 @@ class RouterSession:
             name=self.record.worker.name, incarnation=incarnation or self.record.worker.incarnation
         )
         yield pb.SessionRequest(
-            hello=pb.Hello(router=self.router, incarnation=new_incarnation(), worker=worker)
+            hello=pb.Hello(router=self.router, incarnation=self.incarnation, worker=worker)
         )
         while (message := await self._out.get()) is not None:
             yield message

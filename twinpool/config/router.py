@@ -122,6 +122,13 @@ class RouterSection(Section):
         le=1 << 24,
         description="Most tokens of a request that may wait for its client to read them; above it the request fails.",
     )
+    stream_interval_seconds: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="Least time between two messages of one stream after its first token, in seconds; tokens gather "
+        "meanwhile. 0: each step's tokens are sent at once. Larger values save most of the router's work a token.",
+    )
     cancel_timeout_seconds: float = Field(
         default=5.0,
         gt=0,

@@ -185,6 +185,19 @@ async def test_prefill_must_draw_exactly_one_token_a_choice(model_path: Path) ->
         await cluster.assert_quiescent()
 
 
+async def test_tokens_gather_for_the_configured_interval(model_path: Path) -> None:
+    settings: dict[str, object] = {"stream_interval_seconds": 0.1}
+    async with fake_cluster(
+        model_path, decode_script=Script(step_seconds=0.005), settings=settings
+    ) as cluster:
+        answer = await cluster.ask(generate(max_tokens=40))
+        sizes = [len(event.tokens.token_ids) for event in answer.events[1:-1]]
+        assert sizes[0] == 1, "the first token is sent at once"
+        assert sum(sizes) == 40
+        assert len(sizes) <= 8, sizes
+        assert answer.finished.timings.time_to_first_token.ToMilliseconds() < 90
+
+
 async def slow_reader(cluster: FakeCluster, request: pb.GenerateRequest, release: asyncio.Event) -> Answer:
     """Reads nothing until it may, and lets no more than 64 KiB be sent to it."""
     options = [("grpc.http2.bdp_probe", 0)]

@@ -119,11 +119,10 @@ async def test_messages_reach_their_legs_in_order(pair: tuple[FakeWorker, FakeWo
         p.start_leg((f"q{number}", 1), prefill(request=f"q{number}", n=2), events)
     await until(lambda: all(len(events.tokens) == 6 for events in heard))
     for events in heard:
-        assert [name for name in events.heard if name != "step"] == [
-            "reserved",
-            "prefill_done",
-            "handoff_done",
-        ]
+        # One stream keeps its order; the other one may be ahead or behind.
+        decode_side = [name for name in events.heard if name not in ("step", "prefill_done")]
+        assert decode_side == ["reserved", "handoff_done"]
+        assert events.heard.count("prefill_done") == 1
         for choice in (0, 1):
             assert [offset for index, offset in events.tokens if index == choice] == [1, 2, 3]
     pair[1].report(running_requests=3, available_blocks=9)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request passes through on its way."""
+
+from dataclasses import dataclass
+
+from twinpool.config import RouterSection
+from twinpool.router.admission import Admission
+from twinpool.router.background import Background
+from twinpool.router.locality import Locality
+from twinpool.router.placement import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """One of each a router."""
+
+    limits: RouterSection
+    admission: Admission
+    fleet: Fleet
+    locality: Locality
+    background: Background
