@@ -4,16 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.stores import KINDS, launch
+from tests.support.stores import KINDS, running
 from twinpool.store import EtcdStore, Keys, StoreServer
 
 
 @pytest.fixture(scope="session", params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
     """One store process of each kind for all tests that do not harm it."""
-    running = launch(request.param, tmp_path_factory.mktemp("store"))
-    yield running
-    running.stop()
+    yield from running(request.param, tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture

@@ -126,6 +126,7 @@ def test_a_lease_that_ends_takes_its_keys(store: EtcdStore, root: str) -> None:
     assert store.get(root + "k") is None
 
 
+@pytest.mark.slow
 def test_keep_alive_prolongs_and_revoke_ends_at_once(store: EtcdStore, root: str) -> None:
     lease = store.grant(2)
     store.put(root + "k", b"x", lease.id)

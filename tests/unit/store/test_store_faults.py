@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stores import KINDS, launch, port_of
+from tests.support.stores import ONE_KIND, launch, port_of, running
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.watching import Recorder, wait_until
 from twinpool.errors import TwinpoolError
 from twinpool.store import EtcdStore, Origin, StoreServer
 
 pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module", params=ONE_KIND)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
+    yield from running(request.param, tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture
@@ -115,7 +120,8 @@ def test_a_watch_in_a_black_hole_notices_and_recovers(
     recorder.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ONE_KIND)
 def test_a_killed_store_comes_back(kind: str, tmp_path: Path) -> None:
     """The real one with its data, the embedded one without."""
     server = launch(kind, tmp_path)
@@ -152,6 +158,7 @@ def test_a_killed_store_comes_back(kind: str, tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_wiped_etcd_is_told_from_a_restarted_one(tmp_path: Path) -> None:
     server = launch("etcd", tmp_path)
     port = port_of(server)

@@ -144,7 +144,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestModel.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 def test_history_is_bounded() -> None:

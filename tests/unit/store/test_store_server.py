@@ -37,6 +37,7 @@ def test_stop_leaves_no_process_and_frees_the_port(kind: str, tmp_path: Path) ->
         probe.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 def test_etcd_keeps_its_data_over_a_restart_on_another_port(tmp_path: Path) -> None:
     values = []
     for number in range(2):

@@ -60,6 +60,7 @@ def test_a_prefix_does_not_see_its_namesake(store: EtcdStore, root: str) -> None
         Recorder(store, root + "pool/a")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_lease_is_a_change(store: EtcdStore, root: str) -> None:
     lease = store.grant(1)
     store.put(root + "k", b"x", lease.id)
