@@ -195,15 +195,19 @@ class TransferAgent(Protocol):
 
     def read(self, peer: WorkerKey, remote: Blocks, local: Blocks) -> ReadHandle:
         """Posts a read of whole blocks, ``remote[i]`` into ``local[i]``; at least one. Raises TransferError."""
+        ...
 
     def read_generations(self, peer: WorkerKey, remote: Blocks) -> ReadHandle:
         """Posts a read of the owner's generations of ``remote``. Raises TransferError, AgentBusy."""
+        ...
 
     def generations(self, handle: ReadHandle) -> Generations:
         """What a DONE ``read_generations`` read: a fresh ``uint64[n]`` in the order that was asked for."""
+        ...
 
     def poll(self, handle: ReadHandle) -> ReadState:
         """The state of a read; drives progress. A terminal state is final and may be asked for again."""
+        ...
 
     def release(self, handle: ReadHandle) -> None:
         """Gives back the resources of a read in a terminal state."""

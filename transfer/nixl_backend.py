@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +20,13 @@ def load_api() -> Any:
     """
     for name in ("nixl._api", "nixl_cu12._api", "nixl_cu13._api"):
         try:
-            return __import__(name, fromlist=["nixl_agent"])
+            api = importlib.import_module(name)
         except ImportError:
             continue
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            # It tells of every agent on a handler of its own, beside this process's log.
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        return api
     raise ImportError("NIXL is not installed: pip install nixl-cu12 (or nixl-cu13 on CUDA 13)")
 
 

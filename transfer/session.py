@@ -46,6 +46,7 @@ class ReadPort(Protocol):
 
     def pool_blocks(self, peer: WorkerKey) -> int | None:
         """Blocks of a connected peer's pool; None if it is not connected."""
+        ...
 
 
 class PullState(Enum):

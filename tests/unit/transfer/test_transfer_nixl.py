@@ -24,18 +24,38 @@ SHARED_MEMORY = "tcp,sm,self"
 TCP = "tcp,self"
 
 
+@pytest.fixture(scope="module")
+def readers() -> Iterator[Callable[[str], Worker]]:
+    """One reader for each list of transports, made when it is first asked for."""
+    made: dict[str, Worker] = {}
+
+    def get(ucx_tls: str) -> Worker:
+        if ucx_tls not in made:
+            made[ucx_tls] = Worker(WorkerKey("reader", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, ucx_tls)
+        return made[ucx_tls]
+
+    yield get
+    for worker in made.values():
+        worker.thread.stop()
+
+
 @pytest.fixture(scope="module", params=[SHARED_MEMORY, TCP])
-def reader(request: pytest.FixtureRequest) -> Iterator[Worker]:
-    worker = Worker(WorkerKey("reader", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, request.param)
-    yield worker
-    worker.thread.stop()
+def reader(request: pytest.FixtureRequest, readers: Callable[[str], Worker]) -> Worker:
+    return readers(request.param)
 
 
 @pytest.fixture(scope="module")
-def tcp_reader() -> Iterator[Worker]:
-    worker = Worker(WorkerKey("reader", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, TCP)
-    yield worker
-    worker.thread.stop()
+def tcp_reader(readers: Callable[[str], Worker]) -> Worker:
+    return readers(TCP)
+
+
+@pytest.fixture(scope="module")
+def peer(reader: Worker) -> Iterator[PeerProcess]:
+    """An owner that survives its tests, connected."""
+    with owner("owner-shared", reader.ucx_tls) as process:
+        assert connect(reader, process) is None
+        yield process
+        process.stop()
 
 
 def owner(name: str, ucx_tls: str) -> PeerProcess:
@@ -69,48 +89,66 @@ def blocks(*numbers: int) -> Blocks:
     return np.array(numbers, dtype=np.int32)
 
 
-def test_bytes_and_generations_are_the_owners(reader: Worker) -> None:
-    with owner("owner-bytes", reader.ucx_tls) as peer:
-        peer.fill(list(range(NUM_BLOCKS)), salt=1)
-        peer.fill([3, 7], salt=2)
-        assert connect(reader, peer) is None
-        random = np.random.default_rng(7)
-        for remote, local in (
-            (blocks(5), blocks(9)),
-            (blocks(3, 4, 5, 7), blocks(10, 11, 12, 20)),
-            (
-                random.permutation(NUM_BLOCKS).astype(np.int32),
-                random.permutation(NUM_BLOCKS).astype(np.int32),
-            ),
-        ):
-            reader.pool[:] = 0
-            done, fenced = start(reader, peer, remote, local)
-            outcome = done(10.0)
-            fenced(10.0)
-            assert outcome.fault is None
-            assert outcome.generations is not None
-            for theirs, ours, generation in zip(remote, local, outcome.generations, strict=True):
-                salt = 2 if theirs in (3, 7) else 1
-                assert np.array_equal(reader.pool[ours], pattern(int(theirs), salt, BLOCK_BYTES))
-                assert generation == (3 if salt == 2 else 2)
-            untouched = np.setdiff1d(np.arange(NUM_BLOCKS), local)
-            assert not reader.pool[untouched].any()
-        peer.stop()
-
-
-def test_a_block_that_the_owner_reused_trips_the_fence(reader: Worker) -> None:
-    with owner("owner-reuse", reader.ucx_tls) as peer:
-        peer.fill([1, 2, 3], salt=1)
-        assert connect(reader, peer) is None
-        ticket_generations = [2, 2, 2]
-        peer.fill([2], salt=9)
-        done, _ = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2))
+def test_bytes_and_generations_are_the_owners(reader: Worker, peer: PeerProcess) -> None:
+    peer.fill(list(range(NUM_BLOCKS)), salt=1)
+    before = peer.fill([3, 7], salt=2)
+    random = np.random.default_rng(7)
+    for remote, local in (
+        (blocks(5), blocks(9)),
+        (blocks(3, 4, 5, 7), blocks(10, 11, 12, 20)),
+        (random.permutation(NUM_BLOCKS).astype(np.int32), random.permutation(NUM_BLOCKS).astype(np.int32)),
+    ):
+        reader.pool[:] = 0
+        done, fenced = start(reader, peer, remote, local)
         outcome = done(10.0)
+        fenced(10.0)
+        assert outcome.fault is None
         assert outcome.generations is not None
-        failure = check_generations(ticket_generations, outcome.generations)
-        assert failure is not None
-        assert failure.fault is HandoffFault.STALE_GENERATION
-        assert "block 1 of the ticket has generation 3, the ticket says 2" in failure.detail
+        assert outcome.generations.tolist() == [before[block] for block in remote]
+        for theirs, ours in zip(remote, local, strict=True):
+            salt = 2 if theirs in (3, 7) else 1
+            assert np.array_equal(reader.pool[ours], pattern(int(theirs), salt, BLOCK_BYTES))
+        untouched = np.setdiff1d(np.arange(NUM_BLOCKS), local)
+        assert not reader.pool[untouched].any()
+
+
+def test_a_block_that_the_owner_reused_trips_the_fence(reader: Worker, peer: PeerProcess) -> None:
+    ticket = peer.fill([1, 2, 3], salt=1)[1:4]
+    peer.fill([2], salt=9)
+    done, _ = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2))
+    outcome = done(10.0)
+    assert outcome.generations is not None
+    failure = check_generations(ticket, outcome.generations)
+    assert failure is not None
+    assert failure.fault is HandoffFault.STALE_GENERATION
+    assert f"block 1 of the ticket has generation {ticket[1] + 1}" in failure.detail
+
+
+def test_a_block_that_the_owner_reuses_in_the_middle_trips_the_fence(
+    reader: Worker, peer: PeerProcess
+) -> None:
+    ticket = peer.fill([1, 2, 3], salt=1)[1:4]
+    # Between the end of the data read and the read of the generations.
+    reader.faults.after[reader.data_reads + 1] = lambda: peer.fill([2], salt=9)
+    done, _ = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2))
+    outcome = done(10.0)
+    assert np.array_equal(reader.pool[1], pattern(2, 1, BLOCK_BYTES))  # these bytes happen to be good
+    assert outcome.generations is not None
+    failure = check_generations(ticket, outcome.generations)
+    assert failure is not None
+    assert failure.fault is HandoffFault.STALE_GENERATION
+
+
+def test_blocks_outside_a_pool_are_refused(reader: Worker, peer: PeerProcess) -> None:
+    for remote, local in (
+        (blocks(NUM_BLOCKS), blocks(0)),
+        (blocks(-1), blocks(0)),
+        (blocks(0), blocks(NUM_BLOCKS)),
+        (blocks(0, 1), blocks(0)),
+    ):
+        done, fenced = start(reader, peer, remote, local)
+        assert done(1.0).fault is Fault.INVALID
+        fenced(1.0)
 
 
 def test_a_killed_owner_fails_reads_at_once_and_its_next_incarnation_works(reader: Worker) -> None:
@@ -202,8 +240,10 @@ def test_the_end_of_the_agent_fences_a_read_in_flight() -> None:
             assert (worker.pool == 0xAB).all()
 
 
-def test_damaged_metadata_are_refused_before_nixl_sees_them(tcp_reader: Worker) -> None:
-    with owner("owner-damaged", TCP) as peer:
+def test_wrong_metadata_are_refused_and_leave_nothing_behind(
+    tcp_reader: Worker, readers: Callable[[str], Worker]
+) -> None:
+    with owner("owner-metadata", TCP) as peer:
         own = tcp_reader.descriptor
         message = to_message(peer.descriptor)
         for damaged in (
@@ -217,34 +257,14 @@ def test_damaged_metadata_are_refused_before_nixl_sees_them(tcp_reader: Worker) 
             with pytest.raises(DescriptorError, match="agent_metadata") as caught:
                 from_message(bad, own=own)
             assert caught.value.field == "agent_metadata"
+        # Whole and with the right checksum, but of another agent: only NIXL can tell.
+        another = readers(SHARED_MEMORY).descriptor.agent_metadata
+        callback, wait = waiter()
+        tcp_reader.thread.connect(replace(peer.descriptor, agent_metadata=another), callback)
+        assert wait(10.0).fault is Fault.PEER_REFUSED
         # NIXL would have refused the good ones for ever, had it seen a truncated one.
         assert from_message(message, own=own, expected=peer.descriptor.worker) == peer.descriptor
         assert connect(tcp_reader, peer) is None
-
-
-def test_metadata_of_another_agent_are_refused(tcp_reader: Worker) -> None:
-    with owner("owner-one", TCP) as one, owner("owner-two", TCP) as two:
-        mixed = replace(one.descriptor, agent_metadata=two.descriptor.agent_metadata)
-        callback, wait = waiter()
-        tcp_reader.thread.connect(mixed, callback)
-        result = wait(10.0)
-        assert result.fault is Fault.PEER_REFUSED
-        assert connect(tcp_reader, two) is None  # the refusal left nothing behind
-        assert connect(tcp_reader, one) is None
-
-
-def test_blocks_outside_a_pool_are_refused(tcp_reader: Worker) -> None:
-    with owner("owner-range", TCP) as peer:
-        assert connect(tcp_reader, peer) is None
-        for remote, local in (
-            (blocks(NUM_BLOCKS), blocks(0)),
-            (blocks(-1), blocks(0)),
-            (blocks(0), blocks(NUM_BLOCKS)),
-            (blocks(0, 1), blocks(0)),
-        ):
-            done, fenced = start(tcp_reader, peer, remote, local)
-            assert done(1.0).fault is Fault.INVALID
-            fenced(1.0)
 
 
 def test_an_agent_that_cannot_be_made_says_so() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small parts: spans, fence, NIXL's words and errors, descriptors, digests, metrics."""
+"""The small parts: spans, fence, NIXL's words and errors, descriptors, digests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY
 
 from twinpool.ids import WorkerKey
 from twinpool.transfer import nixl_backend
@@ -26,7 +25,6 @@ from twinpool.transfer.descriptor import (
 )
 from twinpool.transfer.digest import pool_digest, wanted
 from twinpool.transfer.fence import HandoffFailure, HandoffFault, check_digests, check_generations
-from twinpool.transfer.observe import MetricsObserver
 from twinpool.transfer.spans import Landing, count_runs, cover
 from twinpool.v1 import handoff_pb2, worker_pb2
 from twinpool.v1.worker_pb2 import FailureReason
@@ -332,24 +330,3 @@ def test_digest_policies() -> None:
     assert not any(wanted("off", number) for number in range(100))
     assert all(wanted("always", number) for number in range(100))
     assert 0 < sum(wanted("sample", number) for number in range(1000)) < 100
-
-
-# --- metrics
-
-
-def test_events_reach_the_metrics() -> None:
-    def value(name: str, **labels: str) -> float:
-        return REGISTRY.get_sample_value(name, labels) or 0.0
-
-    read = "twinpool_worker_nixl_bytes_transferred_sum"
-    fenced = "twinpool_worker_fence_failures_total"
-    before = value(read), value(fenced, reason="STALE_GENERATION")
-    observer = MetricsObserver()
-    observer.pulled(blocks=2, descriptors=1, size_bytes=4096, seconds=0.01, post_seconds=0.001)
-    observer.pull_failed(Fault.DEADLINE)
-    observer.fence_failed(HandoffFault.STALE_GENERATION)
-    observer.leases_expired(2)
-    observer.unknown_transfer("release")
-    observer.release_unanswered()
-    assert value(read) == before[0] + 4096
-    assert value(fenced, reason="STALE_GENERATION") == before[1] + 1
