@@ -120,7 +120,7 @@ class PeerProcess:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not self._stopped():
             assert time.monotonic() < deadline, "the peer does not stop"
-            time.sleep(1e-3)
+            time.sleep(0.001)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
