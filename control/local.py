@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -224,10 +225,13 @@ async def _unless(work: Awaitable[T], stopping: asyncio.Event) -> T:
 
 
 async def _quietly(what: str, work: Awaitable[object]) -> None:
+    started = time.monotonic()
     try:
         await work
     except Exception:
         log.exception("stop_failed", part=what)
+    else:
+        log.info("stopped", part=what, seconds=round(time.monotonic() - started, 3))
 
 
 def _end_children() -> None:

@@ -2,7 +2,9 @@
 """The process behind ``twinpool up``: runs a local cluster until it is told to stop, and publishes where it listens."""
 
 import argparse
+import faulthandler
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +27,8 @@ def main() -> int:
     arguments = parser.parse_args()
     config = load_config()
     logs.setup(config.log.level, config.log.as_json)
+    # `kill -USR1` writes every thread's stack to the log: the way to see where a stuck cluster waits.
+    faulthandler.register(signal.SIGUSR1)
     return run(_supervise(config, arguments.embedded_store))
 
 

@@ -98,6 +98,8 @@ def running_cluster(
         try:
             code = process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
             process.kill()
             raise AssertionError(
                 f"the cluster did not stop in {STOP_SECONDS} s\n{_logs(directory)}"
@@ -120,6 +122,6 @@ def _wait_up(directory: Path, process: subprocess.Popen[bytes]) -> LocalState:
 def _logs(directory: Path) -> str:
     parts = []
     for path in sorted((directory / "logs").glob("*.log")):
-        lines = path.read_text(errors="replace").splitlines()[-25:]
+        lines = path.read_text(errors="replace").splitlines()[-60:]
         parts.append(f"--- {path.name}\n" + "\n".join(lines))
     return "\n".join(parts)
