@@ -207,7 +207,7 @@ class Ticket(_message.Message):
 
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """8-byte digest of each block's valid bytes, little-endian; empty if digests are off."""
+        """8-byte digest of all bytes of each block, little-endian; empty if digests are off."""
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
