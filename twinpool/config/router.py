@@ -123,7 +123,7 @@ class RouterSection(Section):
         description="Most tokens of a request that may wait for its client to read them; above it the request fails.",
     )
     stream_interval_seconds: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=10,
         description="Least time between two messages of one stream after its first token, in seconds; tokens gather "

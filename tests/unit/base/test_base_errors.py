@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_every_row_survives_the_wire(reason: str) -> None:
     got = from_rpc_error(as_rpc_error(sent))
     assert (got.reason, got.code, got.message) == (reason, TABLE[reason].code, f"because of {reason}")
     assert (got.retry_after, got.metadata, got.field) == (1.5, {"limit": "3"}, "stop.max_tokens")
+
+
+def test_every_reason_in_the_sources_is_in_the_table() -> None:
+    found: set[tuple[str, str]] = set()
+    for folder in ("router", "prefill_worker", "decode_worker", "control", "engine", "transfer", "twinpool"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for reason in re.findall(r'TwinpoolError\(\s*"([^"]+)"', path.read_text()):
+                found.add((reason, str(path.relative_to(ROOT))))
+    assert len(found) > 20
+    assert [entry for entry in sorted(found) if entry[0] not in TABLE] == []
 
 
 def test_details_are_the_standard_ones() -> None:

@@ -2,6 +2,7 @@
 import re
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info
@@ -14,6 +15,7 @@ METRICS = {
     for name, value in vars(metrics).items()
     if isinstance(value, Counter | Gauge | Histogram | Info)
 }
+ROOT = Path(__file__).parents[3]
 BOUNDED = {"reason", "code", "role", "state", "kind", "cause", "operation", "watch", "finished_reason"}
 
 
@@ -83,6 +85,14 @@ def test_a_taken_port_is_told() -> None:
         with pytest.raises(TwinpoolError, match=str(port)) as caught:
             metrics.start_http(port=port)
     assert caught.value.reason == "PORT_UNAVAILABLE"
+
+
+@pytest.mark.parametrize("entry", [*launch.PROCESSES.values(), *launch.ROLES.values()])
+def test_every_entry_exists(entry: str) -> None:
+    # By its file, not by an import: some need the engine's libraries.
+    module, _, attribute = entry.partition(":")
+    path = ROOT / (module.replace(".", "/") + ".py")
+    assert f"def {attribute}(" in path.read_text()
 
 
 def test_entries_are_resolved_by_name() -> None:
