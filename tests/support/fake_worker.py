@@ -31,7 +31,7 @@ def counting_token(prompt: "Job", choice: int, offset: int) -> int:
 class Script:
     """What a fake worker does. It may be changed at any time; a command reads it when it comes.
 
-    ``report_seconds``: by so much prefill tells its reader before it tells the router.
+    ``prefill_gate``: no prefill ends before it is set. ``report_seconds``: by so much prefill tells its reader before it tells the router.
     ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
     ``fail_after_tokens``: decode fails with ``fail_reason`` once a choice has so many tokens. ``silent``: messages that
     are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
@@ -42,6 +42,7 @@ class Script:
     detail: str = "scripted"
     reserved_cached_blocks: int = 0
     prefill_seconds: float = 0.0
+    prefill_gate: asyncio.Event | None = None
     prefill_cached_tokens: int = 0
     fail_prefill: "pb.FailureReason.ValueType | None" = None
     handoff_seconds: float = 0.0
@@ -287,6 +288,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _prefill(self, session: _Session, job: Job, command: pb.PrefillCommand) -> None:
         script = self.script
         await asyncio.sleep(script.prefill_seconds)
+        if script.prefill_gate is not None:
+            await script.prefill_gate.wait()
         if script.fail_prefill is not None:
             self._fail(session, job, script.fail_prefill)
             return

@@ -22,20 +22,20 @@ SLOW = 30.0
 
 async def test_load_counts_from_the_moment_of_choice(model_path: Path) -> None:
     """32 requests at once over 3 pairs: none of them piles up on the first worker."""
+    gate = asyncio.Event()
     async with fake_cluster(
-        model_path, prefill=3, decode=3, prefill_script=Script(prefill_seconds=0.3)
+        model_path, prefill=3, decode=3, prefill_script=Script(prefill_gate=gate)
     ) as cluster:
-        answers = await asyncio.gather(
-            *(cluster.ask(generate(prompt(64, seed), max_tokens=1)) for seed in range(32))
-        )
-        assert all(answer.error is None for answer in answers)
+        asks = [
+            asyncio.create_task(cluster.ask(generate(prompt(64, seed), max_tokens=1))) for seed in range(32)
+        ]
+        await until(lambda: sum(len(made.prefills) for made in cluster.workers.values()) == 32)
         for role in ("p", "d"):
-            shares = [
-                len(cluster.workers[f"{role}{at}"].prefills + cluster.workers[f"{role}{at}"].decodes)
-                for at in range(3)
-            ]
-            assert sum(shares) == 32
+            workers = [cluster.workers[f"{role}{at}"] for at in range(3)]
+            shares = [len(made.prefills) + len(made.decodes) for made in workers]
             assert all(9 <= share <= 12 for share in shares), shares
+        gate.set()
+        assert all(answer.error is None for answer in await asyncio.gather(*asks))
         await cluster.assert_quiescent()
 
 
