@@ -87,7 +87,8 @@ struct Pool {
   Rate ended_requests;
   OutputRatio output_ratio;
   double retry_at = k_never_retry;  // earliest end of a back-off that something waits for
-  /// Requests in Prefilling, lowest priority first, then the one placed last: the order of victims.
+  /// Requests in Prefilling, lowest priority first, then the one placed last (inverse times and ids): the order of
+  /// victims.
   std::set<std::tuple<int, double, std::uint64_t>> prefilling;
 
   static constexpr double k_never_retry = 1e300;

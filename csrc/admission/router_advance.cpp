@@ -230,7 +230,7 @@ void RouterCore::changed(double now, Request& request, std::size_t before) {
   --in_state_[before];
   ++in_state_[request.state.index()];
   Pool& of = pool_of(request);
-  const std::tuple<int, double, std::uint64_t> entry{request.priority, -request.placed_at, request.id};
+  const std::tuple<int, double, std::uint64_t> entry{request.priority, -request.placed_at, ~request.id};
   if (std::holds_alternative<Prefilling>(request.state)) {
     of.prefilling.insert(entry);
   } else {

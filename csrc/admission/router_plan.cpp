@@ -176,11 +176,11 @@ bool RouterCore::preempt_for(double now, Pool& from, const Request& request, std
     from.retry_at = std::min(from.retry_at, since);
     return false;
   }
-  const auto [priority, placed, id] = *from.prefilling.begin();
+  const auto [priority, placed, inverse_id] = *from.prefilling.begin();
   if (priority >= request.priority) {
     return false;
   }
-  Request& victim = requests_.at(id);
+  Request& victim = requests_.at(~inverse_id);
   const placement::Candidate pair = victim.decision.best;
   transition(now, victim, Preempt{});
   ++preempted_;

@@ -66,30 +66,33 @@ void Shard::prefetch(const Key& key) const noexcept {
   }
 }
 
-Entry* Shard::find_or_insert(const Key& key) {
-  for (;;) {
-    if (capacity_ != 0) {
-      std::size_t slot = home(key);
-      while (at(slot)->set != 0 && at(slot)->key < key) {
-        ++slot;
-      }
-      if (at(slot)->set != 0 && at(slot)->key == key) {
-        return at(slot);
-      }
-      std::size_t vacant = slot;
-      while (at(vacant)->set != 0) {
-        ++vacant;
-      }
-      // The last slot stays vacant: it ends every probe without a bounds check.
-      if (!full() && vacant + 1 < slots_) {
-        std::memmove(static_cast<void*>(at(slot + 1)), at(slot), (vacant - slot) * sizeof(Entry));
-        *at(slot) = Entry{key, 0, 0};
-        ++size_;
-        return at(slot);
-      }
-    }
-    rehash(grown_capacity());
+Entry* Shard::find_or_insert(const Key& key) noexcept {
+  if (capacity_ == 0) {
+    return nullptr;
   }
+  std::size_t slot = home(key);
+  while (at(slot)->set != 0 && at(slot)->key < key) {
+    ++slot;
+  }
+  if (at(slot)->set != 0 && at(slot)->key == key) {
+    return at(slot);
+  }
+  std::size_t vacant = slot;
+  while (at(vacant)->set != 0) {
+    ++vacant;
+  }
+  // The last slot stays vacant: it ends every probe without a bounds check.
+  if (full() || vacant + 1 >= slots_) {
+    return nullptr;
+  }
+  std::memmove(static_cast<void*>(at(slot + 1)), at(slot), (vacant - slot) * sizeof(Entry));
+  *at(slot) = Entry{key, 0, 0};
+  ++size_;
+  return at(slot);
+}
+
+void Shard::grow() {
+  rehash(grown_capacity());
 }
 
 void Shard::erase(Entry* entry) noexcept {

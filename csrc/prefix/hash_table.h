@@ -46,12 +46,12 @@ class Shard {
   Entry* find(const Key& key) noexcept;
   void prefetch(const Key& key) const noexcept;
 
-  // The entry of `key`, created with set 0 if absent; the caller must give it a set at once.
-  Entry* find_or_insert(const Key& key);
+  // The entry of `key`, created with set 0 if absent; the caller must give it a set at once. Null if there is no room
+  // for it: then `grow`, or erase others.
+  Entry* find_or_insert(const Key& key) noexcept;
+  void grow();
   void erase(Entry* entry) noexcept;
 
-  // True if one more entry makes the shard grow.
-  [[nodiscard]] bool full() const noexcept { return (size_ + 1) * 5 > capacity_ * 4; }
   [[nodiscard]] std::size_t bytes() const noexcept { return slots_ * sizeof(Entry); }
   [[nodiscard]] std::size_t bytes_after_growth() const noexcept { return (grown_capacity() + k_tail) * sizeof(Entry); }
 
@@ -72,6 +72,7 @@ class Shard {
 
   [[nodiscard]] std::size_t home(const Key& key) const noexcept { return scale(key.high << 8U, capacity_); }
   [[nodiscard]] std::size_t grown_capacity() const noexcept { return capacity_ + capacity_ / 4 + 32; }
+  [[nodiscard]] bool full() const noexcept { return (size_ + 1) * 5 > capacity_ * 4; }
   void rehash(std::size_t capacity);
 
   std::unique_ptr<Entry[], Free> entries_;

@@ -100,12 +100,11 @@ void PrefixIndex::store(Slot slot, HashBytes hashes, Tier tier, bool counted) {
     }
     const Key key = Key::load(&hashes[i * k_hash_bytes]);
     Shard& shard = table_.shard(key);
-    if (shard.full() && shard.find(key) == nullptr) {
-      make_room(shard, key.high >> 56U);
-    }
-    const std::size_t bytes_before = shard.bytes();
     Entry* entry = shard.find_or_insert(key);
-    table_bytes_ += shard.bytes() - bytes_before;
+    while (entry == nullptr) {
+      make_room(shard, key.high >> 56U);
+      entry = shard.find_or_insert(key);
+    }
     if (entry->set != HolderSets::k_empty && sets_.has(entry->set, slot, tier)) {
       entry->heat = std::max(entry->heat, k_heat_again);
       if (counted) {

@@ -7,13 +7,14 @@
 
 namespace twinpool::prefix {
 
-// The shard is full. Grows it by being used further, unless that breaks the cap: then a sixteenth of it is evicted.
+// The shard has no room for one more. It grows, unless that breaks the cap: then a sixteenth of it is evicted.
 void PrefixIndex::make_room(Shard& shard, std::size_t index) {
-  if (max_bytes_ == 0 || shard.size() < 16) {
-    return;
-  }
   const std::size_t others = sets_.bytes() + extra_copies_.size() * (sizeof(CopyKey) + 32);
-  if (table_bytes_ - shard.bytes() + shard.bytes_after_growth() + others <= max_bytes_) {
+  const std::size_t grown = table_bytes_ - shard.bytes() + shard.bytes_after_growth() + others;
+  if (max_bytes_ == 0 || grown <= max_bytes_ || shard.size() < 16) {
+    table_bytes_ -= shard.bytes();
+    shard.grow();
+    table_bytes_ += shard.bytes();
     return;
   }
   const std::size_t wanted = shard.size() - std::max<std::size_t>(1, shard.size() / 16);
