@@ -2,6 +2,7 @@
 """Single hops of the router: locality, models, outcomes, the driver of the core."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +227,35 @@ def test_every_limit_of_the_configuration_reaches_the_core() -> None:
     for name in AdmissionConfig.FIELDS:
         if name in RouterSection.model_fields:
             assert getattr(config, name) == getattr(section, name), name
+
+
+# --- tokenise ---------------------------------------------------------------------------------
+
+
+async def test_a_long_text_does_not_stop_the_loop(model_path: Path) -> None:
+    hop = TokenizeHop(RouterSection())
+    tokenizer = await hop.load(str(model_path))
+    request = inference.GenerateRequest(text="a long text " * 100_000)
+    ended = False
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while not ended:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - before)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    before = time.perf_counter()
+    tokens, field = await hop.prompt(request, tokenizer, GROUP)
+    took = time.perf_counter() - before
+    ended = True
+    await ticking
+    assert (len(tokens), field) == (1_200_000, "text")
+    assert longest < took / 2, f"the loop stood still for {longest:.3f} of {took:.3f} s"
+    hop.close()
 
 
 # --- models -----------------------------------------------------------------------------------
