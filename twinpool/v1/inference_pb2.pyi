@@ -217,7 +217,7 @@ class StopConditions(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate per choice. At least 1; default: what the context limit leaves."""
     min_tokens: _builtins.int
-    """Stop ids are ignored until this many tokens were generated. Default 0."""
+    """Stop ids and stop strings are ignored until this many tokens were generated. Default 0."""
     ignore_eos: _builtins.bool
     """Do not stop at the model's own end-of-sequence tokens."""
     @_builtins.property

@@ -276,7 +276,7 @@ class DrawSpec(_message.Message):
 
     @_builtins.property
     def stop(self) -> _inference_pb2.StopConditions:
-        """All fields set."""
+        """max_tokens, min_tokens and ignore_eos. Strings stay with the router; ids are in stop_token_ids below."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
