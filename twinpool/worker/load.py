@@ -69,9 +69,12 @@ class LoadReporter:
         counts = self._counts()
         if self._new:
             self._report(self._new, counts)
+            if not self._sessions:
+                self._sent = counts
             self._sessions |= self._new
             self._new = set()
-        if counts != self._sent and now >= self._sent_at + self._interval:
+            self._sent_at = now
+        elif counts != self._sent and now >= self._sent_at + self._interval:
             self._report(self._sessions, counts)
             self._sent, self._sent_at = counts, now
 

@@ -31,6 +31,9 @@ IDLE_SECONDS_MAX: Final = 1.0
 FAILED_TURNS_MAX: Final = 3
 """Turns in a row that may fail outside of a step before the worker gives up instead of spinning."""
 
+FAILED_TURN_SECONDS: Final = 0.1
+"""Longest wait after a turn that failed."""
+
 log = get_logger(__name__)
 T = TypeVar("T")
 
@@ -168,9 +171,10 @@ class StepLoop:
                     self._on_fatal(f"the step loop failed {failures} times in a row: {type(error).__name__}")
                     return
                 self._recover(f"{type(error).__name__} in the step loop")
-                worked = False
+                self._sleep(FAILED_TURN_SECONDS)
+                continue
             if not worked:
-                self._sleep()
+                self._sleep(IDLE_SECONDS_MAX)
 
     def _done(self) -> bool:
         with self._wake:
@@ -249,9 +253,9 @@ class StepLoop:
             if len(freed):
                 self._pool.poison(freed)
 
-    def _sleep(self) -> None:
+    def _sleep(self, seconds_max: float) -> None:
         now = self._clock()
-        wakes = (self.role.next_wake(now), self.load.next_wake(), now + IDLE_SECONDS_MAX)
+        wakes = (self.role.next_wake(now), self.load.next_wake(), now + seconds_max)
         until = min(wake for wake in wakes if wake is not None)
         with self._wake:
             if self._inbox or self._stopping:
