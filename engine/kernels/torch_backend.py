@@ -43,24 +43,31 @@ def _attend(
     dtype = accumulation_dtype(query.dtype)
     scaled = (query.to(dtype) * scale).view(total, groups, heads // groups, dim)
     value_dim = (value_columns.stop - value_columns.start) // groups
-    output = scaled.new_zeros(total, groups, heads // groups, value_dim)
-    lse = scaled.new_full((total, groups, heads // groups), float("-inf")) if with_lse else None
 
     def split(rows: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*rows.shape[:-1], groups)
         return rows[..., key_columns].view(*shape, dim), rows[..., value_columns].view(*shape, value_dim)
 
     decodes, sequences = batch.num_decodes, batch.num_sequences
-    if decodes:
-        for group in torch_decode.decode_groups(batch.select(0, decodes)):
-            keys, values = split(torch_decode.gather(pages, group, dtype))
-            # Decodes are the first rows, one for each sequence.
-            part = scaled[:decodes] if group.rows is None else scaled.index_select(0, group.rows)
-            out, sums = torch_decode.attend_group(part, keys, values, group, with_lse=with_lse)
-            where = slice(0, decodes) if group.rows is None else group.rows
-            output[where] = out
-            if lse is not None and sums is not None:
-                lse[where] = sums
+    running = torch_decode.decode_groups(batch.select(0, decodes)) if decodes else []
+    if decodes == sequences and len(running) == 1 and running[0].rows is None:
+        # The usual step of a decode worker: no assembling.
+        keys, values = split(torch_decode.gather(pages, running[0], dtype))
+        whole, sums = torch_decode.attend_group(scaled, keys, values, running[0], with_lse=with_lse)
+        flat = None if sums is None else sums.reshape(total, heads)
+        return AttentionResult(whole.reshape(total, heads, value_dim).to(query.dtype), flat)
+
+    output = scaled.new_zeros(total, groups, heads // groups, value_dim)
+    lse = scaled.new_full((total, groups, heads // groups), float("-inf")) if with_lse else None
+    for group in running:
+        keys, values = split(torch_decode.gather(pages, group, dtype))
+        # Decodes are the first rows, one for each sequence.
+        part = scaled[:decodes] if group.rows is None else scaled.index_select(0, group.rows)
+        out, sums = torch_decode.attend_group(part, keys, values, group, with_lse=with_lse)
+        where = slice(0, decodes) if group.rows is None else group.rows
+        output[where] = out
+        if lse is not None and sums is not None:
+            lse[where] = sums
     if sequences > decodes:
         base = int(batch.host_q_start[decodes])
         for prefix in torch_prefill.prefixes(batch.select(decodes, sequences)):
