@@ -11,7 +11,7 @@ import time
 from typing import Final, Protocol
 
 from twinpool import metrics
-from twinpool._core import Action, AdmissionConfig, RouterCore, Transition
+from twinpool._core import Action, AdmissionConfig, CoreError, RouterCore, Transition
 from twinpool.config import RouterSection
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
@@ -39,7 +39,7 @@ class Admitted(Protocol):
         """The core ended the request (its deadline, or its time in the queue)."""
 
     def on_fault(self, error: Exception) -> None:
-        """One of the calls above has raised: a fault of ours, which must not stop the requests beside it."""
+        """A call above has raised, or the core refused an event: a fault of ours, which ends this request alone."""
 
 
 def core_config(limits: RouterSection) -> AdmissionConfig:
@@ -105,8 +105,14 @@ class Admission:
         return submission.request
 
     def advance(self, request: int, attempt: int, event: str, detail: str = "") -> Transition:
-        """Applies an event of an attempt."""
-        transition = self.core.advance(time.monotonic(), request, attempt, event, detail)
+        """Applies an event of an attempt. One that the state machine refuses is a fault of ours: it ends the request."""
+        try:
+            transition = self.core.advance(time.monotonic(), request, attempt, event, detail)
+        except CoreError as error:
+            log.exception("event_refused", fsm_event=event, attempt=attempt)
+            if request in self._waiting:
+                self._waiting[request].on_fault(error)
+            transition = self.core.advance(time.monotonic(), request, attempt, "cancel")
         if not transition.applied:
             log.debug("event_not_applied", fsm_event=event, state=transition.state, attempt=attempt)
         self.kick()

@@ -10,7 +10,7 @@ import asyncio
 import enum
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 import grpc
@@ -54,6 +54,9 @@ class LegEvents(Protocol):
 
     def on_lost(self, leg: "Leg", cause: str) -> None:
         """The stream to the worker broke. What the leg held ends with the stream."""
+
+    def on_fault(self, error: Exception) -> None:
+        """One of the calls above has raised."""
 
 
 class LegState(enum.Enum):
@@ -107,6 +110,21 @@ class Leg:
         self.state = LegState.ENDED
         if self._ended is not None:
             self._ended.set()
+
+
+async def wait_ended(legs: Iterable[Leg], timeout: float) -> None:
+    """Returns when all legs have ended. Those that have not after ``timeout`` seconds are cancelled and forgotten."""
+    waited = list(legs)
+    try:
+        async with asyncio.timeout(timeout):
+            for leg in waited:
+                await leg.wait_ended()
+    except TimeoutError:
+        for leg in waited:
+            if not leg.ended:
+                log.warning("leg_did_not_end", worker=str(leg.key), state=leg.state.value, attempt=leg.id[1])
+                leg.cancel()
+                leg.end()
 
 
 class SessionOwner(Protocol):
@@ -277,7 +295,7 @@ class WorkerSession:
             kind = response.WhichOneof("message")
             log.exception("message_not_applied", kind=kind, type=type(error).__name__)
             for leg in [self._legs[key] for key in _attempts_of(response) if key in self._legs]:
-                leg.events.on_lost(leg, "a message of the worker could not be applied")
+                leg.events.on_fault(error)
 
     def _route(self, response: pb.SessionResponse) -> None:
         kind = response.WhichOneof("message")

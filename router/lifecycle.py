@@ -21,7 +21,7 @@ from twinpool._core import Action
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
-from twinpool.router.dispatch import Leg
+from twinpool.router.dispatch import Leg, wait_ended
 from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
 from twinpool.router.hops import Hops
@@ -68,10 +68,9 @@ class Attempt:
             self.fail(lost(self.prefill, "prefill", "it is gone"))
             return
         command = decode_command(self._request.prepared, self._id, worker_id(self.prefill), owner.endpoint)
+        wait = self._request.hops.limits.reserve_timeout_seconds
+        self._timer = asyncio.get_running_loop().call_later(wait, self._reserve_timed_out)
         self._send(self.decode, worker.SessionRequest(decode=command))
-        self._timer = asyncio.get_running_loop().call_later(
-            self._request.hops.limits.reserve_timeout_seconds, self._reserve_timed_out
-        )
 
     def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
         """The decode worker holds blocks: prefill may start."""
@@ -101,13 +100,17 @@ class Attempt:
         request.hops.locality.prefilled(self.prefill, prepared, self.predicted_blocks, message.cached_tokens)
         for first in message.first_tokens:
             self._push(first, 0)
-        early, self._early = self._early, []
-        for event in early:
-            if isinstance(event, worker.HandoffDone):
-                self.on_handoff_done(leg, event)
-            else:
-                self.on_token(leg, event)
+        for event in self._early:
+            self._replay(leg, event)
+        self._early.clear()
         self.on_step_end(leg)
+
+    def _replay(self, leg: Leg, event: worker.HandoffDone | worker.StepToken) -> None:
+        """Applies what came before the first token, unless the attempt has failed meanwhile."""
+        if not self.over and isinstance(event, worker.HandoffDone):
+            self.on_handoff_done(leg, event)
+        elif not self.over and isinstance(event, worker.StepToken):
+            self.on_token(leg, event)
 
     def on_handoff_done(self, leg: Leg, message: worker.HandoffDone) -> None:
         """The decode worker holds all KV: the prefill worker's part is over."""
@@ -127,7 +130,9 @@ class Attempt:
     def on_token(self, leg: Leg, token: worker.StepToken) -> None:
         """A token of a decode step."""
         if self.prefill_done is None:
-            self._early.append(token)
+            # What it may draw before prefill is heard of is as bounded as what a client may leave unread.
+            if len(self._early) < self._request.hops.limits.max_buffered_tokens:
+                self._early.append(token)
         elif self.handoff is None:
             self.fail(found(TwinpoolError("INTERNAL", "decode drew a token before it held the KV")))
         else:
@@ -173,6 +178,10 @@ class Attempt:
         if leg.key != self.prefill or self.prefill_done is None:
             self.fail(lost(leg.key, self._side(leg.key), cause))
 
+    def on_fault(self, error: Exception) -> None:
+        """The router itself failed."""
+        self.fail(found(as_twinpool_error(error)))
+
     def _reserve_timed_out(self) -> None:
         self.fail(lost(self.decode, "decode", "it did not answer the reservation in time"))
 
@@ -206,17 +215,7 @@ class Attempt:
 
     async def drained(self, timeout: float) -> None:
         """Waits until both workers hold nothing of it, at most ``timeout`` seconds."""
-        legs = list(self._legs.values())
-        try:
-            async with asyncio.timeout(timeout):
-                for leg in legs:
-                    await leg.wait_ended()
-        except TimeoutError:
-            late = [leg.key.name for leg in legs if not leg.ended]
-            log.warning("leg_did_not_end", attempt=self.number, workers=late, timeout_seconds=timeout)
-            for leg in legs:
-                leg.cancel()
-                leg.end()
+        await wait_ended(self._legs.values(), timeout)
 
     def _side(self, key: WorkerKey) -> str:
         return "prefill" if key == self.prefill else "decode"

@@ -126,7 +126,10 @@ class _Session:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """``await start()``, then give ``record()`` to a router."""
+    """``await start()``, then give ``record()`` to a router.
+
+    ``overlaps``: attempts that came while an older attempt of the same request was still held here.
+    """
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.prefills: list[pb.PrefillCommand] = []
         self.decodes: list[pb.DecodeCommand] = []
         self.cancels: list[AttemptKey] = []
+        self.overlaps: list[AttemptKey] = []
         self.sessions: list[_Session] = []
         self.port = 0
         self._fields: dict[str, object] = record
@@ -265,6 +269,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 failed=pb.AttemptFailed(id=command.id, reason=self.script.refuse, detail=self.script.detail)
             )
             return
+        if any(held[0] == key[0] for held in self.held):
+            self.overlaps.append(key)
         job = Job(key, np.frombuffer(command.prompt.token_ids, "<i4"), command.draw)
         session.jobs[key] = job
         job.task = asyncio.create_task(run(session, job, command))

@@ -39,6 +39,7 @@ class Events:
         self.heard: list[str] = []
         self.tokens: list[tuple[int, int]] = []
         self.lost: str | None = None
+        self.fault: Exception | None = None
 
     def on_reserved(self, leg: Leg, message: pb.Reserved) -> None:
         self.heard.append("reserved")
@@ -60,6 +61,9 @@ class Events:
 
     def on_lost(self, leg: Leg, cause: str) -> None:
         self.lost = cause
+
+    def on_fault(self, error: Exception) -> None:
+        self.fault = error
 
 
 def open_session(worker: FakeWorker, owner: Owner, key: WorkerKey | None = None) -> WorkerSession:
@@ -131,6 +135,25 @@ async def test_messages_reach_their_legs_in_order(pair: tuple[FakeWorker, FakeWo
     await p.close()
     await d.close()
     assert owner.downs == [], "a session that is closed on purpose is not lost"
+
+
+async def test_a_fault_in_one_leg_does_not_end_the_stream_of_the_others(
+    pair: tuple[FakeWorker, FakeWorker],
+) -> None:
+    class Faulty(Events):
+        def on_reserved(self, leg: Leg, message: pb.Reserved) -> None:
+            raise RuntimeError("bug")
+
+    owner = Owner()
+    session = open_session(pair[1], owner)
+    await until(lambda: owner.ups)
+    faulty, sound = Faulty(), Events()
+    session.start_leg(("faulty", 1), decode(request="faulty"), faulty)
+    session.start_leg(("sound", 1), decode(request="sound"), sound)
+    await until(lambda: "reserved" in sound.heard)
+    assert isinstance(faulty.fault, RuntimeError)
+    assert owner.downs == []
+    await session.close()
 
 
 async def test_a_cancel_is_acknowledged(pair: tuple[FakeWorker, FakeWorker]) -> None:

@@ -87,6 +87,21 @@ async def test_a_prefill_that_always_fails_is_tried_so_often_and_no_more(model_p
         await cluster.assert_quiescent()
 
 
+async def test_the_next_attempt_waits_for_the_acknowledgement_of_the_last(model_path: Path) -> None:
+    async with fake_cluster(model_path, decode_script=Script(cancel_seconds=0.2)) as cluster:
+        prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
+        prefill.script = Script(fail_prefill=pb.FAILURE_REASON_FENCED)
+        task = asyncio.create_task(cluster.ask(generate()))
+        await until(lambda: decode.cancels)
+        prefill.script = Script()
+        answer = await task
+        assert answer.finished.attempts == 2
+        assert len(decode.decodes) == 2
+        assert decode.overlaps == []
+        assert answer.finished.timings.queue.ToMilliseconds() >= 190
+        await cluster.assert_quiescent()
+
+
 async def test_a_refusal_goes_to_another_worker(model_path: Path) -> None:
     async with fake_cluster(model_path, decode=2) as cluster:
         cluster.workers["d0"].script = Script(refuse=pb.FAILURE_REASON_NO_CAPACITY)
@@ -153,6 +168,25 @@ async def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed(model
         await until(lambda: any(session.running for session in cluster.workers["d0"].sessions))
         await cluster.workers["p0"].kill()
         assert (await task).finished.usage.completion_tokens == 30
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+async def test_whether_a_dead_prefill_worker_is_missed_is_for_the_decode_worker_to_say(
+    model_path: Path, pulled: bool
+) -> None:
+    """It dies between the first token and the end of the hand-off: the reader holds all by then, or it does not."""
+    script = Script(handoff_seconds=0.2, fail_handoff=None if pulled else pb.FAILURE_REASON_PEER_LOST)
+    async with fake_cluster(model_path, decode_script=script) as cluster:
+        task = asyncio.create_task(cluster.ask(generate(max_tokens=5)))
+        await until(lambda: handing_off(cluster))
+        await cluster.workers["p0"].kill()
+        answer = await task
+        if pulled:
+            assert answer.text() == "ABCDE"
+        else:
+            assert (answer.code, answer.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
+            assert answer.tokens() == [FIRST_TOKEN]
+        await cluster.assert_quiescent()
 
 
 async def test_a_dead_worker_gets_no_more_requests_and_comes_back(model_path: Path) -> None:

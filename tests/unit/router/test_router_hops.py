@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.waiting import until
-from twinpool._core import Action, AdmissionConfig, RouterCore, hash_blocks, root_hash
+from twinpool._core import Action, AdmissionConfig, CoreError, RouterCore, hash_blocks, root_hash
 from twinpool.config import RouterSection
 from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
@@ -204,6 +204,19 @@ async def test_a_fault_in_one_request_does_not_stop_the_next() -> None:
     for request_number in requests:
         admission.forget(request_number)
     assert core.stats()["reservations"] == 0
+    admission.close()
+
+
+async def test_an_event_that_the_state_machine_refuses_ends_the_request() -> None:
+    core = RouterCore(core_config(RouterSection()))
+    admission = Admission(core)
+    owner = Owner(fails=False)
+    number = admission.submit(prepared([1, 2, 3]), owner)
+    after = admission.advance(number, 1, "handoff_done")
+    assert (after.terminal, after.state) == (True, "Cancelled")
+    assert isinstance(owner.fault, CoreError)
+    admission.forget(number)
+    assert core.stats()["requests"] == 0
     admission.close()
 
 

@@ -101,6 +101,7 @@ async def test_a_storm_leaves_nothing_behind(model_path: Path, seed: int) -> Non
         await storm
         assert codes.count(grpc.StatusCode.OK) > REQUESTS // 3, "a storm, not a flood"
         await cluster.assert_quiescent()
+        assert not any(made.overlaps for made in cluster.workers.values())
         core = cluster.router.core
         await until(lambda: core.stats()["workers"] == 6)
         for row in core.workers():
