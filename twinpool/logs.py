@@ -76,7 +76,13 @@ def setup(level: str = "info", json: bool | None = None, stream: TextIO | None =
     render: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(),
+                # The default prints local variables, and with them what a user wrote.
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        ]
     )
     handler = logging.StreamHandler(out)
     handler.setFormatter(

@@ -101,3 +101,16 @@ def test_a_second_setup_replaces_the_first() -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="'loud'"):
         logs.setup("loud")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_traceback_shows_no_local_variables(as_json: bool) -> None:
+    out = io.StringIO()
+    logs.setup("info", json=as_json, stream=out)
+    tokens = [11110000 + 1111]
+    try:
+        raise RuntimeError("boom")
+    except RuntimeError:
+        logs.get_logger("a").exception("failed")
+    assert "RuntimeError: boom" in out.getvalue()
+    assert str(tokens[0]) not in out.getvalue()
