@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ class RayPools:
     async def start(self) -> None:
         """Joins the configured Ray cluster or starts a local one."""
         await asyncio.to_thread(self._init)
+        _restore_signals()
 
     def _init(self) -> None:
         # Set before the import: Ray reads them once.
@@ -124,6 +127,17 @@ class RayPools:
         ray.shutdown()
         if self._session_dir is not None:
             shutil.rmtree(self._session_dir, ignore_errors=True)
+
+
+def _restore_signals() -> None:
+    """Puts this process's signal handlers back. Ray's own, set by its start, aborts the process 3 s after a SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if handler is not None:
+            signal.signal(number, handler)
+            signal.siginterrupt(number, False)
 
 
 async def _call(reference: Any) -> Any:
