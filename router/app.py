@@ -95,13 +95,20 @@ class Router:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self.fleet.reap()
-            stats = self.core.stats()
-            metrics.ROUTER_REQUESTS_WAITING.set(stats["queued"])
-            metrics.ROUTER_QUEUE_TOKENS.set(stats["queued_tokens"])
-            metrics.ROUTER_INDEX_BLOCKS.set(stats["index_blocks"])
-            metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
-            await self._show_health()
+            try:
+                self.fleet.reap()
+                self._show_counts()
+                await self._show_health()
+            except Exception as error:
+                # Whatever it was, health and gauges must not stay as they are for ever.
+                log.exception("housekeeping_failed", type=type(error).__name__)
+
+    def _show_counts(self) -> None:
+        stats = self.core.stats()
+        metrics.ROUTER_REQUESTS_WAITING.set(stats["queued"])
+        metrics.ROUTER_QUEUE_TOKENS.set(stats["queued_tokens"])
+        metrics.ROUTER_INDEX_BLOCKS.set(stats["index_blocks"])
+        metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
 
     async def _show_health(self) -> None:
         await self._server.set_serving(self.models.servable, SERVICE)

@@ -218,17 +218,20 @@ class WorkerSession:
     # --- the stream -----------------------------------------------------------------------
 
     async def _run(self) -> None:
-        channel = self._connect(self.endpoint)
         failures = 0
-        try:
-            while not self._closed:
-                was_up, cause = await self._stream_once(channel)
-                failures = 0 if was_up else failures + 1
-                ceiling = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2**failures)
-                log.debug("worker_session_ended", worker=str(self.key), cause=cause, failures=failures)
-                await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
-        finally:
-            await channel.close(None)
+        while not self._closed:
+            was_up = False
+            try:
+                # A channel a stream: it looks the name up anew, takes renewed certificates and has no back-off of its own.
+                async with self._connect(self.endpoint) as channel:
+                    was_up, cause = await self._stream_once(channel)
+            except Exception as error:
+                cause = type(error).__name__
+                log.exception("worker_session_failed", worker=str(self.key))
+            failures = 0 if was_up else failures + 1
+            ceiling = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** min(failures, 10))
+            log.debug("worker_session_ended", worker=str(self.key), cause=cause, failures=failures)
+            await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
 
     async def _stream_once(self, channel: grpc.aio.Channel) -> tuple[bool, str]:
         """One stream from Hello to its end. Returns whether the worker welcomed us, and why it ended."""

@@ -120,14 +120,10 @@ class InferenceService:
                     target.tokenizer.detokenizer(), prepared.stop_strings, min_tokens=prepared.min_tokens
                 )
 
-            async def write(event: pb.GenerateResponse) -> None:
-                try:
-                    await context.write(event)
-                except grpc.aio.BaseError as error:
-                    # The client is gone, and its cancel has not reached this task yet.
-                    raise asyncio.CancelledError from error
-
-            await Lifecycle(self._hops, prepared, lambda: Answer(spec, text)).run(write)
+            await Lifecycle(self._hops, prepared, lambda: Answer(spec, text)).run(context.write)
+        except grpc.aio.BaseError as error:
+            # A write to a client that is gone; its cancel has not reached this task yet.
+            raise asyncio.CancelledError from error
         finally:
             self._running.discard(name)
 

@@ -60,11 +60,6 @@ class Choice:
         self._worker_finish: pb.FinishReason.ValueType = _RUNNING
 
     @property
-    def pending(self) -> int:
-        """Tokens that arrived and were not taken yet."""
-        return len(self._ids)
-
-    @property
     def drawn(self) -> bool:
         """Whether the workers have drawn its last token."""
         return self._worker_finish != _RUNNING or self.finish != _RUNNING
@@ -102,29 +97,32 @@ class Choice:
         self._ids.clear()
         self._logprobs.clear()
 
-    def take(self) -> pb.GenerateTokens | None:
-        """What waits, or its beginning, as one message; None if nothing does. Sets ``finish`` if the choice ends here.
+    def take(self, out: list[pb.GenerateResponse]) -> None:
+        """Puts what waits into ``out``, as a rule as one message. Sets ``finish`` if the choice ends here.
 
         Raises DETOKENIZE_FAILED if a token has no text.
         """
-        if not self._ids or self.finish != _RUNNING:
-            return None
-        ids, logprobs = self._ids[:MAX_TOKENS_A_MESSAGE], self._logprobs[:MAX_TOKENS_A_MESSAGE]
-        del self._ids[:MAX_TOKENS_A_MESSAGE], self._logprobs[:MAX_TOKENS_A_MESSAGE]
-        try:
-            used, text = self._decode(ids)
-        except UnknownTokenError as error:
-            raise TwinpoolError("DETOKENIZE_FAILED", f"choice {self.index}: {error}") from error
-        message = pb.GenerateTokens(
-            index=self.index,
-            offset=self.sent,
-            token_ids=ids[:used],
-            text=text,
-            logprobs=logprobs[:used],
-        )
-        self.sent += used
-        self.generated += ids[:used]
-        return message
+        while self._ids and self.finish == _RUNNING:
+            ids, logprobs = self._ids[:MAX_TOKENS_A_MESSAGE], self._logprobs[:MAX_TOKENS_A_MESSAGE]
+            del self._ids[:MAX_TOKENS_A_MESSAGE], self._logprobs[:MAX_TOKENS_A_MESSAGE]
+            try:
+                used, text = self._decode(ids)
+            except UnknownTokenError as error:
+                raise TwinpoolError("DETOKENIZE_FAILED", f"choice {self.index}: {error}") from error
+            if used < len(ids):
+                del ids[used:], logprobs[used:]
+            # Field by field: building nested messages from keywords takes three times as long.
+            response = pb.GenerateResponse()
+            message = response.tokens
+            message.index = self.index
+            message.offset = self.sent
+            message.token_ids.extend(ids)
+            message.text = text
+            if logprobs:
+                message.logprobs.extend(logprobs)
+            out.append(response)
+            self.sent += used
+            self.generated += ids
 
     def _decode(self, ids: list[int]) -> tuple[int, str]:
         """How many of ``ids`` belong to the answer, and their text."""
@@ -173,7 +171,11 @@ class Answer:
         """Takes a token. Raises INTERNAL for what no worker may send, CLIENT_TOO_SLOW if too much waits."""
         if index >= len(self.choices):
             raise TwinpoolError("INTERNAL", f"a token came for choice {index} of {len(self.choices)}")
-        if self.choices[index].push(token_id, offset, finish, logprobs if self._spec.logprobs else None):
+        if not self._spec.logprobs:
+            logprobs = None
+        elif logprobs is None:
+            raise TwinpoolError("INTERNAL", f"choice {index}: token {offset} came without log-probabilities")
+        if self.choices[index].push(token_id, offset, finish, logprobs):
             self._buffered += 1
             if self._buffered > self._spec.max_buffered_tokens:
                 raise TwinpoolError(
@@ -185,11 +187,10 @@ class Answer:
     def take(self) -> list[pb.GenerateResponse]:
         """Everything that waits, as a rule one message a choice."""
         self._buffered = 0
-        messages = []
+        out: list[pb.GenerateResponse] = []
         for choice in self.choices:
-            while (tokens := choice.take()) is not None:
-                messages.append(pb.GenerateResponse(tokens=tokens))
-        return messages
+            choice.take(out)
+        return out
 
     def drop(self) -> None:
         """Forgets what waits."""
@@ -198,29 +199,25 @@ class Answer:
             choice.drop()
 
     @property
-    def started(self) -> bool:
-        """Whether the client was sent any token."""
-        return any(choice.sent for choice in self.choices)
-
-    @property
     def drawn(self) -> bool:
         """Whether the workers have drawn every choice's last token."""
-        return all(choice.drawn for choice in self.choices)
+        # A list, here and below: with one choice, as a rule, a generator would cost more than the work in it.
+        return all([choice.drawn for choice in self.choices])
 
     @property
     def exhausted(self) -> bool:
         """Whether the workers have ended every choice by themselves: nothing is left to stop."""
-        return all(choice.exhausted for choice in self.choices)
+        return all([choice.exhausted for choice in self.choices])
 
     @property
     def finished(self) -> bool:
         """Whether every choice has ended and all of it was taken."""
-        return all(choice.finish != _RUNNING for choice in self.choices)
+        return all([choice.finish for choice in self.choices])
 
     @property
     def completion_tokens(self) -> int:
         """Tokens of the answer, over all choices."""
-        return sum(choice.sent for choice in self.choices)
+        return sum([choice.sent for choice in self.choices])
 
     def summaries(self) -> list[pb.ChoiceFinish]:
         """How each choice ended."""

@@ -2,7 +2,6 @@
 """Single hops of the router: locality, models, outcomes, the driver of the core."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import numpy as np
@@ -250,24 +249,20 @@ async def test_a_long_text_does_not_stop_the_loop(model_path: Path) -> None:
     tokenizer = await hop.load(str(model_path))
     request = inference.GenerateRequest(text="a long text " * 100_000)
     ended = False
-    longest = 0.0
+    ticks = 0
 
     async def tick() -> None:
-        nonlocal longest
+        nonlocal ticks
         while not ended:
-            before = time.perf_counter()
             await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - before)
+            ticks += 1
 
     ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    before = time.perf_counter()
     tokens, field = await hop.prompt(request, tokenizer, GROUP)
-    took = time.perf_counter() - before
     ended = True
     await ticking
     assert (len(tokens), field) == (1_200_000, "text")
-    assert longest < took / 2, f"the loop stood still for {longest:.3f} of {took:.3f} s"
+    assert ticks > 20, f"the loop turned {ticks} times in some half a second"
     hop.close()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.byte_tokenizer import EOS, write_byte_tokenizer
 from twinpool.errors import TwinpoolError
-from twinpool.router.stream import Answer, AnswerSpec
+from twinpool.router.stream import MAX_TOKENS_A_MESSAGE, Answer, AnswerSpec
 from twinpool.text import TextStream, Tokenizer
 from twinpool.v1 import inference_pb2 as pb
 
@@ -142,6 +142,16 @@ def test_chunking_does_not_change_the_answer(tokenizer: Tokenizer, data: st.Data
     assert not any(stop in expected[1] for stop in stops)
 
 
+def test_what_gathered_for_long_comes_in_messages_of_a_bounded_size(tokenizer: Tokenizer) -> None:
+    raw = bytes(65 + at % 26 for at in range(2 * MAX_TOKENS_A_MESSAGE + 7))
+    answer = make(tokenizer, ("never",))
+    feed(answer, raw, LENGTH)
+    messages = answer.take()
+    assert [len(message.tokens.token_ids) for message in messages] == [MAX_TOKENS_A_MESSAGE] * 2 + [7]
+    assert joined(messages) == ([*raw], raw.decode())
+    assert answer.summaries()[0].reason == LENGTH
+
+
 def test_choices_are_apart(tokenizer: Tokenizer) -> None:
     answer = make(tokenizer, n=2)
     feed(answer, b"one", LENGTH, index=0)
@@ -162,6 +172,8 @@ def test_logprobs_go_with_their_tokens_only_if_asked_for(tokenizer: Tokenizer) -
     def logprob(token: int) -> pb.PositionLogprobs:
         return pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=token, logprob=-0.5))
 
+    with pytest.raises(TwinpoolError, match="without log-probabilities"):
+        make(tokenizer, logprobs=True).push(0, 65, 0, RUNNING, None)
     for wanted in (True, False):
         answer = make(tokenizer, ("b",), logprobs=wanted)
         for offset, byte in enumerate(b"aab~"):
