@@ -99,7 +99,7 @@ def running_cluster(
             code = process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
+            time.sleep(0.05)  # the dump is written by a signal handler, at once
             process.kill()
             raise AssertionError(
                 f"the cluster did not stop in {STOP_SECONDS} s\n{_logs(directory)}"

@@ -133,7 +133,7 @@ def test_keep_alive_prolongs_and_revoke_ends_at_once(store: EtcdStore, root: str
     ended = time.monotonic() + 3
     while time.monotonic() < ended:
         assert store.keep_alive(lease.id) >= 2
-        time.sleep(0.4)
+        time.sleep(0.4)  # nothing may happen meanwhile
     assert store.get(root + "k") is not None
     store.revoke(lease.id)
     assert store.get(root + "k") is None

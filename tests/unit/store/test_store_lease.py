@@ -105,7 +105,7 @@ def test_without_the_store_the_own_clock_decides(scripted: Scripted) -> None:
     store.fault = UNAVAILABLE
     wait_until(lambda: user.losses, 3)
     assert not keeper.valid
-    time.sleep(0.5)
+    time.sleep(0.5)  # nothing may happen meanwhile
     assert user.losses == 1
     # The lease may have been prolonged by a restarted etcd: it is asked for before another is granted.
     store.fault = None
@@ -116,7 +116,7 @@ def test_without_the_store_the_own_clock_decides(scripted: Scripted) -> None:
 def test_a_store_that_ends_every_lease_is_not_hammered(scripted: Scripted) -> None:
     store, user, _keeper = scripted
     user.fault = LeaseLostError(0)
-    time.sleep(1.5)
+    time.sleep(1.5)  # nothing may happen meanwhile
     assert store.grants < 20
 
 
