@@ -14,7 +14,7 @@ struct AdmissionConfig {
   std::int64_t max_queue_tokens = 0;  // prompt tokens
   std::int64_t max_queue_bytes = 0;
   double queue_ttl_seconds = 60.0;  // longest wait in the queue
-  double ageing_seconds = 10.0;     // a waiting request rises one priority each time this passes
+  double ageing_seconds = 10.0;     // a tenant's line that is not served rises one priority each time
   std::int64_t max_bypass = 32;     // smaller requests that may go before one that does not fit yet
 
   // Attempts.

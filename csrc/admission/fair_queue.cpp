@@ -6,57 +6,76 @@
 namespace twinpool::admission {
 
 QueuePlace FairQueue::push(double now, const QueueItem& item) {
-  const Entry entry{item, item.priority, now + ageing_seconds_};
-  items_.emplace(item.request, entry);
-  insert(entry);
+  const LineId id{item.priority, item.tenant};
+  Band& band = bands_[item.priority];
+  Line& line = lines_[id];
+  if (line.waiting.empty()) {
+    // Who was idle has saved nothing up: it starts level with the one served last.
+    line.virtual_time = std::max(line.virtual_time, band.virtual_time);
+    line.promote_at = now + ageing_seconds_;
+    ++band.lines;
+    compete(id, line, item.priority);
+  }
+  line.waiting.insert(key(item));
+  items_.emplace(item.request, item);
+  band.tokens += item.tokens;
   tokens_ += item.tokens;
   bytes_ += item.bytes;
-  if (entry.band < k_highest_priority) {
-    promotions_.emplace(entry.promote_at, item.request);
-  }
-  return QueuePlace(*this, item.request);
+  return {*this, item.request};
 }
 
 void FairQueue::age(double now) {
   while (!promotions_.empty() && promotions_.begin()->first <= now) {
-    const std::uint64_t request = promotions_.begin()->second;
-    promotions_.erase(promotions_.begin());
-    Entry& entry = items_.at(request);
-    extract(entry);
-    const double late = now - entry.promote_at;
-    const int steps = 1 + static_cast<int>(std::min(late / ageing_seconds_, 2.0 * k_highest_priority));
-    entry.band = std::min(entry.band + steps, k_highest_priority);
-    entry.promote_at += steps * ageing_seconds_;
-    insert(entry);
-    if (entry.band < k_highest_priority) {
-      promotions_.emplace(entry.promote_at, request);
-    }
+    const LineId id = promotions_.begin()->second;
+    Line& line = lines_.at(id);
+    withdraw(id, line);
+    const double steps = 1.0 + std::min((now - line.promote_at) / ageing_seconds_, 2.0 * k_highest_priority);
+    line.promote_at += static_cast<int>(steps) * ageing_seconds_;
+    compete(id, line, std::min(line.level + static_cast<int>(steps), k_highest_priority));
   }
 }
 
-void FairQueue::refund(TenantId tenant, int band_priority, double charged) noexcept {
-  const auto band = bands_.find(band_priority);
-  if (band == bands_.end()) {
-    return;
-  }
-  const auto flow = band->second.flows.find(tenant);
-  if (flow == band->second.flows.end()) {
-    return;
-  }
-  Flow& f = flow->second;
-  const bool active = !f.waiting.empty();
-  if (active) {
-    band->second.active.erase({f.virtual_time, tenant});
-  }
-  f.virtual_time = std::max(0.0, f.virtual_time - charged);
-  if (active) {
-    band->second.active.emplace(f.virtual_time, tenant);
+// In its own band a line competes with what it has paid; as a guest it comes level with the one served last there.
+void FairQueue::compete(LineId id, Line& line, int level) {
+  Band& band = bands_[level];
+  line.level = level;
+  line.tag = level == id.first ? line.virtual_time : band.virtual_time;
+  band.active.emplace(line.tag, id.first, id.second);
+  if (level < k_highest_priority) {
+    promotions_.emplace(line.promote_at, id);
   }
 }
 
-int FairQueue::band(std::uint64_t request) const noexcept {
-  const auto it = items_.find(request);
-  return it == items_.end() ? 0 : it->second.band;
+void FairQueue::withdraw(LineId id, const Line& line) {
+  bands_.at(line.level).active.erase({line.tag, id.first, id.second});
+  promotions_.erase({line.promote_at, id});
+}
+
+void FairQueue::charge(double now, const QueueItem& item) {
+  const LineId id{item.priority, item.tenant};
+  Line& line = lines_.at(id);
+  withdraw(id, line);
+  Band& competed = bands_.at(line.level);
+  competed.virtual_time = std::max(competed.virtual_time, line.tag);
+  line.virtual_time += item.cost / item.weight;
+  line.promote_at = now + ageing_seconds_;
+  compete(id, line, item.priority);
+}
+
+void FairQueue::refund(int priority, TenantId tenant, double charged) {
+  const auto found = lines_.find({priority, tenant});
+  if (found == lines_.end()) {
+    return;
+  }
+  Line& line = found->second;
+  const bool competes = !line.waiting.empty();
+  if (competes) {
+    withdraw(found->first, line);
+  }
+  line.virtual_time = std::max(0.0, line.virtual_time - charged);
+  if (competes) {
+    compete(found->first, line, line.level);
+  }
 }
 
 std::int64_t FairQueue::tokens_ahead(int priority) const noexcept {
@@ -70,57 +89,52 @@ std::int64_t FairQueue::tokens_ahead(int priority) const noexcept {
   return tokens;
 }
 
-void FairQueue::insert(const Entry& entry) {
-  Band& band = bands_[entry.band];
-  Flow& flow = band.flows[entry.item.tenant];
-  if (flow.waiting.empty()) {
-    // Who was idle has saved nothing up: it starts level with the one served last.
-    flow.virtual_time = std::max(flow.virtual_time, band.virtual_time);
-    band.active.emplace(flow.virtual_time, entry.item.tenant);
-  }
-  flow.waiting.insert(key(entry.item));
-  band.tokens += entry.item.tokens;
-}
-
-void FairQueue::extract(const Entry& entry) {
-  const auto found = bands_.find(entry.band);
-  Band& band = found->second;
-  Flow& flow = band.flows.at(entry.item.tenant);
-  flow.waiting.erase(key(entry.item));
-  band.tokens -= entry.item.tokens;
-  if (!flow.waiting.empty()) {
-    return;
-  }
-  band.active.erase({flow.virtual_time, entry.item.tenant});
-  if (band.active.empty()) {
-    bands_.erase(found);  // the end of a busy period: all tenants are level again
-  } else if (band.flows.size() > 2 * band.active.size() + 64) {
-    std::erase_if(band.flows, [&](const auto& idle) {
-      return idle.second.waiting.empty() && idle.second.virtual_time <= band.virtual_time;
-    });
-  }
-}
-
-void FairQueue::charge(const Entry& entry) {
-  Band& band = bands_.at(entry.band);
-  Flow& flow = band.flows.at(entry.item.tenant);
-  band.active.erase({flow.virtual_time, entry.item.tenant});
-  band.virtual_time = flow.virtual_time;
-  flow.virtual_time += entry.item.cost / entry.item.weight;
-  band.active.emplace(flow.virtual_time, entry.item.tenant);
-}
-
 void FairQueue::erase(std::uint64_t request) {
-  const auto it = items_.find(request);
-  if (it == items_.end()) {
+  const auto found = items_.find(request);
+  if (found == items_.end()) {
     return;
   }
-  const Entry& entry = it->second;
-  extract(entry);
-  tokens_ -= entry.item.tokens;
-  bytes_ -= entry.item.bytes;
-  promotions_.erase({entry.promote_at, request});
-  items_.erase(it);
+  const QueueItem item = found->second;
+  items_.erase(found);
+  tokens_ -= item.tokens;
+  bytes_ -= item.bytes;
+  const LineId id{item.priority, item.tenant};
+  Line& line = lines_.at(id);
+  line.waiting.erase(key(item));
+  Band& band = bands_.at(item.priority);
+  band.tokens -= item.tokens;
+  if (line.waiting.empty()) {
+    const int level = line.level;
+    withdraw(id, line);
+    --band.lines;
+    if (level != item.priority) {
+      collect(level, bands_.at(level));
+    }
+    collect(item.priority, band);
+  }
+}
+
+// Forgets idle lines about which there is nothing to remember; at the end of a busy period all are level again.
+void FairQueue::collect(int priority, Band& band) {
+  const auto first = lines_.lower_bound({priority, 0});
+  const auto last = lines_.upper_bound({priority, UINT32_MAX});
+  if (band.lines == 0) {
+    lines_.erase(first, last);
+    if (band.active.empty()) {
+      bands_.erase(priority);
+    } else {
+      band.virtual_time = std::get<0>(*band.active.begin());  // guests only
+    }
+    return;
+  }
+  if (++idle_since_collection_ < 64) {
+    return;
+  }
+  idle_since_collection_ = 0;
+  for (auto at = first; at != last;) {
+    const bool idle = at->second.waiting.empty() && at->second.virtual_time <= band.virtual_time;
+    at = idle ? lines_.erase(at) : std::next(at);
+  }
 }
 
 }  // namespace twinpool::admission

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The waiting requests of one pool: bands by priority with ageing, virtual-token fairness between the tenants of a
-// band, earliest deadline first within a tenant.
+// The waiting requests of one pool: bands by priority, virtual-token fairness between the tenants of a band, earliest
+// deadline first within a tenant.
+//
+// A *line* is what one tenant has waiting in one band. Ageing works on lines: one that has not been served for
+// ``ageing_seconds`` competes one band higher, and again after as long; once served it is back in its own band. So no
+// line starves, a low priority stays a low priority, and a long backlog gives its tenant no advantage over others: a
+// line that gets its share never ages, however long its requests wait.
 #pragma once
 
 #include <compare>
@@ -8,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -25,7 +31,7 @@ struct QueueItem {
   double cost = 0.0;  // tokens that count against the tenant's share
   std::int64_t tokens = 0;
   std::int64_t bytes = 0;
-  bool front = false;  // was placed before: next of its tenant
+  bool front = false;  // was placed before: next of its line
 };
 
 class QueuePlace;
@@ -43,18 +49,17 @@ class FairQueue {
   ~FairQueue() = default;
 
   QueuePlace push(double now, const QueueItem& item);
-  /// Raises what has waited long enough by one band for each ``ageing_seconds``.
+  /// Lifts the lines that were not served for long enough.
   void age(double now);
 
-  /// Visits candidates of the highest band in order: tenants by virtual time, the first ``k_depth`` requests of each.
-  /// Returns the request that the visitor takes and charges its tenant; 0 if it takes none. The visitor must not
-  /// change the queue; the caller ends the taken request's place afterwards.
+  /// Visits candidates of the highest band in order: lines by virtual time, the first ``k_depth`` requests of each.
+  /// Returns the request that the visitor takes and charges its line; 0 if it takes none. The visitor must not change
+  /// the queue; the caller ends the taken request's place afterwards.
   template <typename Visit>
-  std::uint64_t next(Visit&& visit);
+  std::uint64_t next(double now, Visit&& visit);
 
   /// Gives back what a placement that did not come about was charged with.
-  void refund(TenantId tenant, int band, double charged) noexcept;
-  [[nodiscard]] int band(std::uint64_t request) const noexcept;
+  void refund(int priority, TenantId tenant, double charged);
 
   [[nodiscard]] std::size_t requests() const noexcept { return items_.size(); }
   [[nodiscard]] std::int64_t tokens() const noexcept { return tokens_; }
@@ -73,34 +78,36 @@ class FairQueue {
     std::uint64_t request = 0;
     auto operator<=>(const Key&) const = default;
   };
-  struct Flow {
+  using LineId = std::pair<int, TenantId>;  // priority, tenant
+  struct Line {
     double virtual_time = 0.0;
+    int level = 0;            // the band that it competes in
+    double tag = 0.0;         // its virtual time there
+    double promote_at = 0.0;  // when it rises
     std::set<Key> waiting;
   };
   struct Band {
-    double virtual_time = 0.0;  // of the last one served
-    std::int64_t tokens = 0;
-    std::map<TenantId, Flow> flows;
-    std::set<std::pair<double, TenantId>> active;  // flows with requests
-  };
-  struct Entry {
-    QueueItem item;
-    int band = 0;
-    double promote_at = 0.0;
+    double virtual_time = 0.0;                           // start of the line served last
+    std::int64_t tokens = 0;                             // of its own lines
+    std::size_t lines = 0;                               // own lines with requests, wherever they compete
+    std::set<std::tuple<double, int, TenantId>> active;  // lines that compete here
   };
 
   static Key key(const QueueItem& item) noexcept { return {!item.front, item.due, item.sequence, item.request}; }
-  void insert(const Entry& entry);
-  void extract(const Entry& entry);
-  void charge(const Entry& entry);
+  void compete(LineId id, Line& line, int level);
+  void withdraw(LineId id, const Line& line);
+  void charge(double now, const QueueItem& item);
   void erase(std::uint64_t request);
+  void collect(int priority, Band& band);
 
   double ageing_seconds_;
   std::map<int, Band, std::greater<>> bands_;
-  std::unordered_map<std::uint64_t, Entry> items_;
-  std::set<std::pair<double, std::uint64_t>> promotions_;
+  std::map<LineId, Line> lines_;
+  std::unordered_map<std::uint64_t, QueueItem> items_;
+  std::set<std::pair<double, LineId>> promotions_;
   std::int64_t tokens_ = 0;
   std::int64_t bytes_ = 0;
+  int idle_since_collection_ = 0;
 };
 
 /// A request's place in a queue. Move-only; leaves the queue on destruction.
@@ -138,14 +145,14 @@ class QueuePlace {
 };
 
 template <typename Visit>
-std::uint64_t FairQueue::next(Visit&& visit) {
+std::uint64_t FairQueue::next(double now, Visit&& visit) {
   for (auto& [priority, band] : bands_) {
     if (band.active.empty()) {
       continue;
     }
-    for (const auto& [virtual_time, tenant] : band.active) {
+    for (const auto& [tag, own, tenant] : band.active) {
       int depth = 0;
-      for (const Key& candidate : band.flows.at(tenant).waiting) {
+      for (const Key& candidate : lines_.at({own, tenant}).waiting) {
         if (++depth > k_depth) {
           break;
         }
@@ -154,8 +161,9 @@ std::uint64_t FairQueue::next(Visit&& visit) {
           return 0;
         }
         if (verdict == Verdict::take) {
-          charge(items_.at(candidate.request));
-          return candidate.request;
+          const std::uint64_t taken = candidate.request;
+          charge(now, items_.at(taken));
+          return taken;
         }
       }
     }

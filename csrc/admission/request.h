@@ -51,7 +51,6 @@ struct Request {
   double placed_at = 0.0;
   double computing_since = 0.0;  // as far as is known
   bool clean_sample = false;     // the prefill worker was idle: its time tells its speed
-  int charged_band = 0;
   double charged = 0.0;        // virtual time that the tenant paid
   double bucket_tokens = 0.0;  // taken from the tenant's bucket
 };

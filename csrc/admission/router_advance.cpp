@@ -118,7 +118,7 @@ bool RouterCore::on_decode_refused(double now, Request& request) {
     worker->refused_report = worker->changes;
   }
   if (event.again) {
-    pool_of(request).queue.refund(request.tenant, request.charged_band, request.charged);
+    pool_of(request).queue.refund(request.priority, request.tenant, request.charged);
     event.place = enter_queue(now, request, true);
     ++request.attempt;
   }
@@ -219,7 +219,7 @@ bool RouterCore::on_requeue(double now, Request& request) {
   if (!std::holds_alternative<Retrying>(request.state)) {
     return transition(now, request, std::move(event));
   }
-  pool_of(request).queue.refund(request.tenant, request.charged_band, request.charged);
+  pool_of(request).queue.refund(request.priority, request.tenant, request.charged);
   request.queue_until = now + config_.queue_ttl_seconds;
   event.place = enter_queue(now, request, true);
   ++request.attempt;

@@ -50,7 +50,7 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
     int scanned = 0;
     Request* hopeless = nullptr;
     std::vector<Request*> passed;
-    const std::uint64_t taken = from.queue.next([&](std::uint64_t id) {
+    const std::uint64_t taken = from.queue.next(now, [&](std::uint64_t id) {
       Request& request = requests_.at(id);
       if (scanned++ == k_scan) {
         return FairQueue::Verdict::stop;
@@ -127,7 +127,6 @@ void RouterCore::place(double now, Pool& from, Request& request, std::vector<Act
   const placement::Worker& prefill = *workers_.get(best.prefill);
   const placement::Worker& decode = *workers_.get(best.decode);
   const std::int64_t blocks = (request.prompt_tokens + prefill.spec.block_tokens - 1) / prefill.spec.block_tokens;
-  request.charged_band = from.queue.band(request.id);
   request.placed = true;
   request.placed_at = request.computing_since = now;
   request.clean_sample = !best.local && prefill.queued_prefill_tokens() == 0 && !prefill.observed;

@@ -97,8 +97,9 @@ void Fit::solve() {
   // The prior fades as samples come, down to what keeps the system regular.
   const double ridge = std::max(1e-6, k_prior_weight / (1.0 + static_cast<double>(samples_)));
   for (std::size_t i = 0; i < 3; ++i) {
-    a[i][i] += ridge;
-    b[i] += ridge * prior_.coefficients[i] * scale[i];
+    const double stiff = ridge * prior_.stiffness[i];
+    a[i][i] += stiff;
+    b[i] += stiff * prior_.coefficients[i] * scale[i];
   }
   // Durations only grow with work: a negative coefficient is dropped and the others are solved anew.
   std::array<bool, 3> free{true, true, true};

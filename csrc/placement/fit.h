@@ -8,11 +8,13 @@
 namespace twinpool::placement {
 
 /// What is assumed before anything was measured, and how large typical features are: the prior weighs as much as
-/// ``k_prior_weight`` samples at (scale1, scale2).
+/// ``k_prior_weight`` samples at (scale1, scale2), times the stiffness of each coefficient. A stiff one moves only
+/// where samples of different size demand it; where all samples look alike, the softest one takes the blame.
 struct FitPrior {
   std::array<double, 3> coefficients{};
   double scale1 = 1.0;
   double scale2 = 1.0;
+  std::array<double, 3> stiffness{1.0, 1.0, 1.0};
 };
 
 class Fit {

@@ -10,10 +10,10 @@ namespace twinpool::placement {
 namespace {
 
 // Priors: a mid-size accelerator. What matters before the first measurement is their ratio: moving a block of latent
-// KV costs a fiftieth of computing it.
-constexpr FitPrior k_prefill_prior{{2e-3, 1e-4, 1e-9}, 1000.0, 1e6};
-constexpr FitPrior k_transfer_prior{{1e-3, 1.3e-4, 0.0}, 16.0, 1.0};
-constexpr FitPrior k_step_prior{{5e-3, 1e-4, 1e-8}, 8.0, 1e4};
+// KV costs a fiftieth of computing it. Prefill and transfer grow with their size, a step is mostly its base.
+constexpr FitPrior k_prefill_prior{{2e-3, 1e-4, 1e-9}, 1000.0, 1e6, {100.0, 1.0, 10.0}};
+constexpr FitPrior k_transfer_prior{{1e-3, 1.3e-4, 0.0}, 16.0, 1.0, {10.0, 1.0, 1.0}};
+constexpr FitPrior k_step_prior{{5e-3, 1e-4, 1e-8}, 8.0, 1e4, {1.0, 10.0, 10.0}};
 
 }  // namespace
 
