@@ -193,12 +193,14 @@ async def test_a_dead_worker_gets_no_more_requests_and_comes_back(model_path: Pa
     settings: dict[str, object] = {"quarantine_seconds": 0.3}
     async with fake_cluster(model_path, decode=2, settings=settings) as cluster:
         victim = cluster.workers["d0"]
-        await victim.kill()
-        answers = await asyncio.gather(*(cluster.ask(generate(prompt(40, seed))) for seed in range(8)))
-        assert all(answer.finished.decode_worker == "d1" for answer in answers)
-        await victim.start()
         session = cluster.router.fleet.session(victim.key)
         assert session is not None
+        await victim.kill()
+        await until(lambda: not session.up)
+        answers = await asyncio.gather(*(cluster.ask(generate(prompt(40, seed))) for seed in range(8)))
+        assert all(answer.finished.decode_worker == "d1" for answer in answers)
+        assert all(answer.finished.attempts == 1 for answer in answers), "it was not even tried"
+        await victim.start()
         await until(lambda: session.up)
         await asyncio.sleep(0.3)
         before = len(victim.decodes)
