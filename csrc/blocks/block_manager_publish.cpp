@@ -18,7 +18,6 @@ void BlockManager::commit(std::span<const BlockId> ids, std::span<const Hash128>
             [&] { return "block " + std::to_string(ids[i]) + " is already committed under another hash"; });
   }
   mark_distinct(ids, "commit");
-  published.reserve(published.size() + ids.size());
   Hash128 before = parent;
   BlockId before_block = ids.empty() ? no_block : published_.find(parent);
   for (std::size_t i = 0; i < ids.size(); ++i) {

@@ -89,17 +89,18 @@ Hash128 block_hash(const Hash128& parent, std::span<const std::int32_t> tokens) 
   return BlockMessage(tokens.size()).digest(Sha256::local(), parent, tokens.data());
 }
 
-void hash_blocks(const Hash128& parent, std::span<const std::int32_t> tokens, std::size_t block_tokens,
+void hash_blocks(Hash128 parent, std::span<const std::int32_t> tokens, std::size_t block_tokens,
                  std::vector<Hash128>& out) {
   require(block_tokens > 0, "block_tokens must be at least 1");
   const std::size_t count = tokens.size() / block_tokens;
-  out.reserve(out.size() + count);
+  if (out.empty()) {
+    out.reserve(count);  // else it grows by itself: an exact reserve for every block would copy it every time
+  }
   BlockMessage message(block_tokens);
   Sha256& sha = Sha256::local();
-  Hash128 previous = parent;
   for (std::size_t i = 0; i < count; ++i) {
-    previous = message.digest(sha, previous, tokens.data() + i * block_tokens);
-    out.push_back(previous);
+    parent = message.digest(sha, parent, tokens.data() + i * block_tokens);
+    out.push_back(parent);
   }
 }
 
