@@ -7,6 +7,7 @@ Start: bind, load the model (registered as *starting* meanwhile), register the p
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -34,6 +35,12 @@ ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 STREAM_GRACE_SECONDS: Final = 1.0
 """How long streams that are told to end may take to send what is queued."""
+
+STUCK_SECONDS: Final = 30.0
+"""A step loop that has not turned for so long is stuck: no step takes that long, and an idle loop turns every second."""
+
+WATCH_SECONDS: Final = 1.0
+"""Time between two looks at the step loop."""
 
 log = get_logger(__name__)
 
@@ -63,6 +70,7 @@ class WorkerHost:
         self._failed: asyncio.Future[Failure] | None = None
         self._server: rpc.Server | None = None
         self._serving: Serving | None = None
+        self._watchdog: asyncio.Task[None] | None = None
         self._store: Store | None = None
         self._registration: Registration | None = None
 
@@ -82,6 +90,8 @@ class WorkerHost:
 
     async def stop(self, drain_seconds: float | None = None) -> None:
         """Drains for at most ``drain_seconds`` (None: as configured), then ends everything. Idempotent."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         if self.ready and self._serving is not None and self._registration is not None:
             self.ready = False
             seconds = self._config.worker.drain_timeout_seconds if drain_seconds is None else drain_seconds
@@ -131,6 +141,7 @@ class WorkerHost:
         assert self._registration is not None
         self._registration.update_state(WorkerState.WORKER_STATE_READY)
         self.ready = True
+        self._watchdog = asyncio.create_task(self._watch(self._server, self._serving), name="watchdog")
         seconds = round(time.monotonic() - started, 2)
         log.info("worker_ready", worker=str(self.key), endpoint=self.endpoint, seconds=seconds)
 
@@ -200,6 +211,21 @@ class WorkerHost:
             ttl_seconds=config.cluster.lease_ttl_seconds,
             on_superseded=on_superseded,
         )
+
+    async def _watch(self, server: rpc.Server, serving: Serving) -> None:
+        """Health follows progress: a worker whose loop is stuck answers its health checks all the same."""
+        healthy = True
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            age = serving.seconds_since_turn
+            if healthy != (age < STUCK_SECONDS):
+                healthy = not healthy
+                log.log(
+                    logging.WARNING if healthy else logging.ERROR,
+                    "step_loop_turns_again" if healthy else "step_loop_stuck",
+                    seconds=round(age, 1),
+                )
+                await server.set_serving(healthy)
 
     def _fail(self, failure: Failure) -> None:
         log.error("worker_failed", worker=str(self.key), detail=failure.detail)

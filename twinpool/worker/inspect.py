@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's counts, all taken at one moment between two steps."""
 
-import asyncio
-from concurrent.futures import CancelledError
-
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.transfer.thread import TransferThread
@@ -11,7 +8,7 @@ from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.commands import worker_id
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.parts import WorkerParts
-from twinpool.worker.step_loop import StepLoop
+from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 
 
 class Inspector:
@@ -35,10 +32,9 @@ class Inspector:
 
     async def inspect(self, sessions: int) -> pb.InspectResponse:
         """Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
-        future = self._loop.call(lambda: self.counts(sessions))
         try:
-            return await asyncio.wrap_future(future)
-        except CancelledError:
+            return await outcome(self._loop.call(lambda: self.counts(sessions)))
+        except LoopEndedError:
             raise TwinpoolError("DRAINING", f"worker {self._worker} has stopped") from None
 
     def counts(self, sessions: int) -> pb.InspectResponse:

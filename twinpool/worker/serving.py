@@ -2,7 +2,7 @@
 """Threads and streams over a loaded engine: everything of a worker but its process and its record."""
 
 import asyncio
-from concurrent.futures import CancelledError
+import contextlib
 from typing import Final
 
 from twinpool import rpc
@@ -20,7 +20,7 @@ from twinpool.worker.inspect import Inspector
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.session import WorkerService
 from twinpool.worker.stack import EngineStack
-from twinpool.worker.step_loop import StepLoop
+from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 
 STEP_STOP_SECONDS: Final = 30.0
 """Longest wait for the step that runs when the worker stops."""
@@ -131,15 +131,14 @@ class Serving:
             self._sessions.drain()
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.wrap_future(self._loop.when_quiet())
+                await outcome(self._loop.when_quiet())
             return True
         except TimeoutError:
             log.warning("drain_timeout", seconds=seconds)
-        except (CancelledError, asyncio.CancelledError):
-            if self._loop.alive:
-                raise
+        except LoopEndedError:
             return False
-        await asyncio.wrap_future(self._loop.call(self._fail_rest))
+        with contextlib.suppress(LoopEndedError):
+            await outcome(self._loop.call(self._fail_rest))
         return False
 
     async def close_streams(self) -> None:

@@ -6,6 +6,7 @@ results. With nothing to run the thread sleeps until it is asked or until the ne
 on time with no new work.
 """
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -36,6 +37,21 @@ FAILED_TURN_SECONDS: Final = 0.1
 
 log = get_logger(__name__)
 T = TypeVar("T")
+
+
+class LoopEndedError(Exception):
+    """The step loop ended before it ran what it was asked for."""
+
+
+async def outcome(future: "Future[T]") -> T:
+    """The result of ``StepLoop.call`` or ``when_quiet``, for asyncio. Raises LoopEndedError if the loop ended before."""
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise LoopEndedError from None
 
 
 class Runner(Protocol):

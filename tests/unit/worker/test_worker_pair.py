@@ -142,6 +142,27 @@ def test_many_at_once_in_a_small_pool() -> None:
     pair.assert_quiet()
 
 
+def test_a_sequence_that_loses_its_blocks_is_computed_again() -> None:
+    """Two answers outgrow the pool; the loser starts over and says nothing twice."""
+    pair = Pair(decode_blocks=9, max_num_seqs=4)
+    prompts = {name: random_prompt(2 * BLOCK + 2, seed) for seed, name in enumerate(("a", "b"))}
+    for name, prompt in prompts.items():
+        pair.start(prompt, name, max_tokens=45)
+    answers = {name: Answer(1) for name in prompts}
+    done: set[str] = set()
+    preempted = 0
+    for _ in range(400):
+        pair.turn()
+        preempted += pair.decode.stack.scheduler.waiting
+        _sort_out(pair, answers, done)
+        if len(done) == 2:
+            break
+    assert preempted
+    for name, prompt in prompts.items():
+        assert answers[name].tokens == [reference(prompt, 45)]
+    pair.assert_quiet()
+
+
 def _sort_out(pair: Pair, answers: dict[str, Answer], done: set[str]) -> None:
     for message in pair.prefill.take("prefill_done"):
         for first in message.prefill_done.first_tokens:
