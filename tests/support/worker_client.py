@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
-import numpy as np
 
 from tests.support.quiescence import inspect
+from tests.support.worker_commands import draw_spec, prompt_spec, set_deadline
 from twinpool import rpc
-from twinpool._core import hash_blocks, root_hash
+from twinpool._core import root_hash
 from twinpool.config import RpcConfig, TwinpoolConfig, load_config, to_env
 from twinpool.ids import new_incarnation
 from twinpool.store import Keys, Store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1 import worker_pb2_grpc
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
-from twinpool.v1.inference_pb2 import SamplingParams, StopConditions
 
 START_SECONDS = 60.0
 ANSWER_SECONDS = 20.0
@@ -243,25 +242,10 @@ class Request:
 
     def prompt(self) -> pb.PromptSpec:
         root = root_hash(self.fingerprint.encode(), b"", b"")
-        tokens = np.array(self.tokens, np.int32)
-        hashes = hash_blocks(root, tokens, self.block_tokens)
-        return pb.PromptSpec(
-            token_ids=tokens.astype("<i4").tobytes(), block_hashes=hashes.tobytes(), root_hash=root
-        )
+        return prompt_spec(self.tokens, root, self.block_tokens)
 
     def draw(self) -> pb.DrawSpec:
-        sampling = SamplingParams(
-            temperature=self.temperature,
-            top_k=0,
-            top_p=1,
-            min_p=0,
-            presence_penalty=0,
-            frequency_penalty=0,
-            repetition_penalty=1,
-            seed=5,
-        )
-        stop = StopConditions(max_tokens=self.max_tokens, min_tokens=0)
-        return pb.DrawSpec(sampling=sampling, stop=stop, stop_token_ids=list(self.stop), n=self.n)
+        return draw_spec(max_tokens=self.max_tokens, n=self.n, stop=self.stop, temperature=self.temperature)
 
     def decode(self, owner: WorkerRecord) -> pb.SessionRequest:
         command = pb.DecodeCommand(
@@ -271,8 +255,7 @@ class Request:
             owner=owner.worker,
             owner_endpoint=owner.endpoint,
         )
-        if self.deadline is not None:
-            command.deadline.FromNanoseconds(int(self.deadline * 1e9))
+        set_deadline(command, self.deadline)
         return pb.SessionRequest(decode=command)
 
     def prefill(self, reader: WorkerRecord, cached: int) -> pb.SessionRequest:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinpool import launch
-from twinpool.config import TwinpoolConfig
+from twinpool.config import TransferConfig, TwinpoolConfig
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey, TransferObserver
 from twinpool.transfer.digest import pool_digest
@@ -24,6 +24,23 @@ from twinpool.worker.step_loop import StepLoop
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the step thread's side of a worker stands among.
+
+    ``port`` reads blocks; ``receiver`` takes messages on the asyncio thread, which runs what ``post`` is given;
+    ``on_offers`` is told how many offers are open, ``on_fatal`` why the loop gave up.
+    """
+
+    port: ReadPort
+    receiver: Receiver
+    post: Callable[[Callable[[], None]], object]
+    observer: TransferObserver
+    on_offers: Callable[[int], None]
+    on_fatal: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
 class Assembly:
     """The step thread's side of a worker; ``loop`` is not started."""
 
@@ -32,36 +49,46 @@ class Assembly:
 
 
 def assemble(
-    config: TwinpoolConfig,
-    role_name: str,
+    config: TwinpoolConfig, role_name: str, worker: WorkerKey, stack: EngineStack, around: Surroundings
+) -> Assembly:
+    """Raises ConfigError for an unknown role."""
+
+    def on_offer_ended(key: AttemptKey, end: OfferEnd) -> None:
+        loop.role.on_offer_ended(key, end)
+
+    parts = _parts(config.transfer, worker, stack, around, on_offer_ended)
+    interval = config.worker.report_interval_seconds
+    loop = StepLoop(
+        scheduler=stack.scheduler,
+        blocks=stack.blocks,
+        runner=stack.runner,
+        pool=stack.pool,
+        role=launch.role_factory(role_name)(parts),
+        outbox=parts.outbox,
+        load=LoadReporter(stack.scheduler, stack.blocks, parts.outbox.session, interval),
+        meters=Meters(parts),
+        poison_freed=config.kv.poison_freed,
+        on_fatal=around.on_fatal,
+        clock=around.clock,
+    )
+    return Assembly(parts, loop)
+
+
+def _parts(
+    transfer: TransferConfig,
     worker: WorkerKey,
     stack: EngineStack,
-    *,
-    port: ReadPort,
-    receiver: Receiver,
-    post: Callable[[Callable[[], None]], object],
-    observer: TransferObserver,
-    on_offers: Callable[[int], None],
-    on_fatal: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> Assembly:
-    """``port`` reads blocks, ``receiver`` takes messages on the asyncio thread that ``post`` runs callables on.
-
-    ``on_offers`` is told how many offers are open; ``on_fatal`` why the loop gave up.
-    """
-    transfer = config.transfer
-    outbox = Outbox(receiver, post)
-    memory = stack.memory
-    digest = pool_digest(memory) if memory.region.memory_type == "DRAM" else None
+    around: Surroundings,
+    on_offer_ended: Callable[[AttemptKey, OfferEnd], None],
+) -> WorkerParts:
+    outbox = Outbox(around.receiver, around.post)
+    digest = pool_digest(stack.memory) if stack.memory.region.memory_type == "DRAM" else None
     endpoints: dict[WorkerKey, str] = {}
 
     def to_owner(owner: WorkerKey, message: handoff.ExchangeRequest) -> None:
         # Only what is expected anew is worth a new link.
         endpoint = endpoints.get(owner, "") if message.WhichOneof("message") == "expect" else ""
         outbox.owner(owner, message, endpoint=endpoint)
-
-    def on_offer_ended(key: AttemptKey, end: OfferEnd) -> None:
-        loop.role.on_offer_ended(key, end)
 
     offers = OfferBook(
         worker,
@@ -72,18 +99,18 @@ def assemble(
         digest=digest,
         digest_policy=transfer.digest,
         on_end=on_offer_ended,
-        on_count=on_offers,
-        observer=observer,
+        on_count=around.on_offers,
+        observer=around.observer,
     )
     pulls = PullManager(
-        port,
+        around.port,
         to_owner,
         block_bytes=stack.pool.block_bytes,
         read_deadline_seconds=transfer.read_deadline_seconds,
         digest=digest,
-        observer=observer,
+        observer=around.observer,
     )
-    parts = WorkerParts(
+    return WorkerParts(
         worker=worker,
         limits=stack.limits,
         scheduler=stack.scheduler,
@@ -92,20 +119,5 @@ def assemble(
         pulls=pulls,
         outbox=outbox,
         endpoints=endpoints,
-        clock=clock,
+        clock=around.clock,
     )
-    load = LoadReporter(stack.scheduler, stack.blocks, outbox.session, config.worker.report_interval_seconds)
-    loop = StepLoop(
-        scheduler=stack.scheduler,
-        blocks=stack.blocks,
-        runner=stack.runner,
-        pool=stack.pool,
-        role=launch.role_factory(role_name)(parts),
-        outbox=outbox,
-        load=load,
-        meters=Meters(parts),
-        poison_freed=config.kv.poison_freed,
-        on_fatal=on_fatal,
-        clock=clock,
-    )
-    return Assembly(parts, loop)

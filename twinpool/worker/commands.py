@@ -7,7 +7,7 @@ publish a prompt under the wrong hash.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +27,7 @@ MAX_CHOICES = 16
 MAX_STOP_IDS = 1024
 """Most stop ids of one request, the model's own included."""
 
-_SAMPLING_FIELDS: tuple[
-    Literal[
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-    ],
-    ...,
-] = (
+_SamplingField: TypeAlias = Literal[
     "temperature",
     "top_k",
     "top_p",
@@ -48,7 +36,8 @@ _SAMPLING_FIELDS: tuple[
     "frequency_penalty",
     "repetition_penalty",
     "seed",
-)
+]
+_SAMPLING_FIELDS: tuple[_SamplingField, ...] = get_args(_SamplingField)
 
 Reason: TypeAlias = pb.FailureReason.ValueType
 

@@ -108,7 +108,8 @@ class RoleBase(ABC, Generic[A, W]):
         told = pb.SessionResponse(cancelled=pb.Cancelled(id=key.message()))
         if attempt is not None and attempt.session == session:
             metrics.WORKER_CANCELLED_ATTEMPTS.inc()
-            self._end(attempt, told, pb.FAILURE_REASON_UNSPECIFIED, "cancelled by the router")
+            # What the peer hears: this side is gone.
+            self._end(attempt, told, pb.FAILURE_REASON_PEER_LOST, "cancelled by the router")
         else:
             # Unknown, ended, or another router's: this session holds nothing under that id, as it wants.
             self._outbox.session(session, told)

@@ -13,7 +13,7 @@ from twinpool.transfer.thread import TransferThread
 from twinpool.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.agents import TransferPeers, agent_factory
-from twinpool.worker.assembly import assemble
+from twinpool.worker.assembly import Surroundings, assemble
 from twinpool.worker.handoff_client import OwnerLinks
 from twinpool.worker.handoff_server import HandoffService
 from twinpool.worker.inspect import Inspector
@@ -48,11 +48,7 @@ class Serving:
             idle_seconds=transfer.idle_poll_microseconds / 1e6,
             name="twinpool-transfer",
         )
-        self._assembly = assemble(
-            config,
-            role_name,
-            worker,
-            stack,
+        around = Surroundings(
             port=self._transfer,
             receiver=self,
             post=self._aio.call_soon_threadsafe,
@@ -60,6 +56,7 @@ class Serving:
             on_offers=self._transfer.set_offers,
             on_fatal=self._on_fatal,
         )
+        self._assembly = assemble(config, role_name, worker, stack, around)
         self._loop: StepLoop = self._assembly.loop
         self._transfer_started = False
         self._sessions: WorkerService | None = None

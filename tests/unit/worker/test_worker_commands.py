@@ -6,10 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from twinpool._core import hash_blocks, root_hash
+from tests.support.worker_commands import draw_spec, prompt_spec
+from twinpool._core import root_hash
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1 import worker_pb2 as pb
-from twinpool.v1.inference_pb2 import SamplingParams, StopConditions
 from twinpool.worker.commands import (
     CancelWork,
     CommandError,
@@ -26,27 +26,11 @@ ROOT = root_hash(b"fingerprint", b"", b"")
 
 
 def _prompt(length: int) -> pb.PromptSpec:
-    tokens = np.arange(length, dtype=np.int32) % 100
-    return pb.PromptSpec(
-        token_ids=tokens.astype("<i4").tobytes(),
-        block_hashes=hash_blocks(ROOT, tokens, BLOCK).tobytes(),
-        root_hash=ROOT,
-    )
+    return prompt_spec([number % 100 for number in range(length)], ROOT, BLOCK)
 
 
-def _draw(max_tokens: int = 4) -> pb.DrawSpec:
-    sampling = SamplingParams(
-        temperature=0,
-        top_k=0,
-        top_p=1,
-        min_p=0,
-        presence_penalty=0,
-        frequency_penalty=0,
-        repetition_penalty=1,
-        seed=3,
-    )
-    stop = StopConditions(max_tokens=max_tokens, min_tokens=0)
-    return pb.DrawSpec(n=1, sampling=sampling, stop=stop, stop_token_ids=[7])
+def _draw() -> pb.DrawSpec:
+    return draw_spec(max_tokens=4, stop=[7])
 
 
 def _prefill(length: int = 40) -> pb.PrefillCommand:

@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 import numpy as np
 import torch
 
+from tests.support.worker_commands import draw_spec, prompt_spec, set_deadline
 from twinpool._core import BlockManager, SchedulerConfig, StepScheduler, hash_blocks, root_hash
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.kv.pool import KVPool
@@ -24,8 +25,8 @@ from twinpool.transfer.loopback import Fabric, LoopbackAgent
 from twinpool.transfer.pump import TransferPump
 from twinpool.v1 import handoff_pb2 as handoff
 from twinpool.v1 import worker_pb2 as pb
-from twinpool.v1.inference_pb2 import FinishReason, SamplingParams, StopConditions
-from twinpool.worker.assembly import Assembly, assemble
+from twinpool.v1.inference_pb2 import FinishReason
+from twinpool.worker.assembly import Assembly, Surroundings, assemble
 from twinpool.worker.commands import Limits, parse_command, worker_id
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.stack import EngineStack
@@ -148,11 +149,7 @@ class Pair:
             self, key, engine, TransferPump(agent, dispatch=dispatch, observer=observer), observer
         )
         self.agents = {**getattr(self, "agents", {}), key: agent}
-        worker.assembly = assemble(
-            self.config,
-            role,
-            key,
-            engine,
+        around = Surroundings(
             port=worker.pump,
             receiver=worker,
             post=lambda deliver: deliver(),
@@ -161,6 +158,7 @@ class Pair:
             on_fatal=worker.fatal.append,
             clock=self.clock,
         )
+        worker.assembly = assemble(self.config, role, key, engine, around)
         return worker
 
     # --- the wire
@@ -299,65 +297,36 @@ class Answer:
         self.finish[index] = finish
 
 
-def draw_spec(
-    max_tokens: int = 6,
-    n: int = 1,
-    stop: Sequence[int] = (),
-    temperature: float = 0.0,
-    min_tokens: int = 0,
-    logprobs: int | None = None,
-    deadline: float | None = None,
-) -> pb.DrawSpec:
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=0,
-        top_p=1,
-        min_p=0,
-        presence_penalty=0,
-        frequency_penalty=0,
-        repetition_penalty=1,
-        seed=11,
-    )
-    conditions = StopConditions(max_tokens=max_tokens, min_tokens=min_tokens)
-    return pb.DrawSpec(sampling=sampling, stop=conditions, stop_token_ids=list(stop), n=n, logprobs=logprobs)
-
-
-def prompt_spec(prompt: Sequence[int]) -> pb.PromptSpec:
-    tokens = np.array(prompt, np.int32)
-    return pb.PromptSpec(
-        token_ids=tokens.astype("<i4").tobytes(),
-        block_hashes=hash_blocks(ROOT, tokens, BLOCK).tobytes(),
-        root_hash=ROOT,
-    )
-
-
 def decode_command(
-    pair: Pair, prompt: Sequence[int], request_id: str = "r", **spec: object
+    pair: Pair, prompt: Sequence[int], request_id: str = "r", deadline: float | None = None, **spec: object
 ) -> pb.SessionRequest:
     command = pb.DecodeCommand(
         id=pb.AttemptId(request_id=request_id, attempt=1),
-        prompt=prompt_spec(prompt),
+        prompt=prompt_spec(prompt, ROOT, BLOCK),
         draw=draw_spec(**spec),  # type: ignore[arg-type]
         owner=worker_id(pair.prefill.key),
         owner_endpoint="127.0.0.1:1",
     )
-    if spec.get("deadline") is not None:
-        command.deadline.FromNanoseconds(int(float(spec["deadline"]) * 1e9))  # type: ignore[arg-type]
+    set_deadline(command, deadline)
     return pb.SessionRequest(decode=command)
 
 
 def prefill_command(
-    pair: Pair, prompt: Sequence[int], request_id: str = "r", cached: int = 0, **spec: object
+    pair: Pair,
+    prompt: Sequence[int],
+    request_id: str = "r",
+    cached: int = 0,
+    deadline: float | None = None,
+    **spec: object,
 ) -> pb.SessionRequest:
     command = pb.PrefillCommand(
         id=pb.AttemptId(request_id=request_id, attempt=1),
-        prompt=prompt_spec(prompt),
+        prompt=prompt_spec(prompt, ROOT, BLOCK),
         draw=draw_spec(**spec),  # type: ignore[arg-type]
         reader=worker_id(pair.decode.key),
         reader_cached_blocks=cached,
     )
-    if spec.get("deadline") is not None:
-        command.deadline.FromNanoseconds(int(float(spec["deadline"]) * 1e9))  # type: ignore[arg-type]
+    set_deadline(command, deadline)
     return pb.SessionRequest(prefill=command)
 
 
