@@ -12,6 +12,8 @@
 
 namespace twinpool::admission {
 
+inline constexpr double k_unknown_retry_seconds = 1.0;  // a retry hint where nothing was measured yet
+
 /// How fast something happens, over about the last ten seconds.
 class Rate {
  public:

@@ -205,7 +205,7 @@ void RouterCore::end_action(const Request& request, std::vector<Action>& actions
   action.attempt = request.attempt;
   action.state = name_of(request.state);
   action.cause = cause_of(request.state);
-  action.retry_after = clamp_retry(retry_after);
+  action.retry_after = clamp_retry(retry_after > 0 ? retry_after : k_unknown_retry_seconds);
 }
 
 bool RouterCore::has_ready_pair(const Pool& from) const {

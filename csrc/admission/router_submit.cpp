@@ -9,8 +9,6 @@ namespace twinpool::admission {
 
 namespace {
 
-constexpr double k_unknown_retry_seconds = 1.0;  // where nothing was measured yet
-
 std::string limit_text(const char* name, double value) {
   std::string number = std::to_string(value);
   number.erase(number.find_last_not_of('0') + 1);
