@@ -37,6 +37,7 @@ async def test_an_answer_from_start_to_end(model_path: Path) -> None:
         )
         assert (done.prefill_worker, done.decode_worker, done.attempts) == ("p0", "d0", 1)
         assert done.handoff.blocks == 3
+        assert cluster.workers["p0"].prefills[0].reader_cached_blocks == 1
         assert done.handoff.bytes == 128 * 40
         times = {
             field.name: getattr(done.timings, field.name).ToNanoseconds() / 1e9
@@ -108,6 +109,7 @@ async def test_a_stop_string_across_tokens_stops_the_worker(model_path: Path) ->
         assert answer.text() == "ABCD"
         assert answer.tokens() == [FIRST_TOKEN + at for at in range(7)]
         assert answer.finished.choices[0] == pb.ChoiceFinish(reason=pb.FINISH_REASON_STOP, stop_string="EFG")
+        await until(lambda: cluster.workers["d0"].cancels, 0.5)
         await cluster.assert_quiescent()
         assert len(cluster.workers["d0"].cancels) == 1, "the decode worker would have gone on"
         assert not cluster.workers["p0"].prefills[0].draw.stop.stop_strings

@@ -134,6 +134,9 @@ def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
         for path in leaves(command.DESCRIPTOR):
             if path not in told[id(command)] | mine[id(command)]:
                 assert not get(command, path), f"{path} is set, but no row says so"
+    assert (prefill.reader, prefill.reader_cached_blocks) == (OTHER, 2)
+    assert (decode.owner, decode.owner_endpoint) == (OTHER, "host:1")
+    assert prefill.id == decode.id == ATTEMPT
     assert prefill.draw == decode.draw, "the first token is drawn by the rule of all others"
     assert prefill.prompt == decode.prompt
     assert prefill.draw.HasField("logprobs") == (prepared.logprobs is not None)

@@ -92,6 +92,9 @@ def test_ancestors_outlive_their_leaves() -> None:
     for seed in range(8):
         locality.prefilled(KEY, prepared([*shared, *(100 + seed for _ in range(32))]), 0, 0)
         assert known(core, shared) == 2, "what every prompt begins with stays"
+    long = list(range(8 * BLOCK))
+    locality.prefilled(KEY, prepared(long), 0, 0)
+    assert known(core, long) == 6, "of one prompt that is too long, the end goes"
 
 
 def test_what_a_worker_says_it_holds_corrects_the_index() -> None:

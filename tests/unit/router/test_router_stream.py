@@ -187,6 +187,12 @@ def test_a_repeat_is_dropped_and_a_gap_fails(tokenizer: Tokenizer) -> None:
     feed(answer, b"ab")
     answer.push(0, ord("a"), 0, RUNNING, None)
     assert joined(answer.take()) == ([*b"ab"], "ab")
+    answer.push(0, ord("c"), 2, LENGTH, None)
+    answer.push(0, ord("d"), 3, RUNNING, None)
+    assert [message.tokens.text for message in answer.take()] == ["c"], "nothing comes after the last token"
+    assert answer.finished
+    answer = make(tokenizer)
+    feed(answer, b"ab")
     with pytest.raises(TwinpoolError, match="token 5 came where 2 was due"):
         answer.push(0, 1, 5, RUNNING, None)
     with pytest.raises(TwinpoolError, match="choice 1 of 1"):
