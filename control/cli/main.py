@@ -13,6 +13,7 @@ from twinpool.control.cli import config, get, model, serve
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
 from twinpool.control.cli.generate import chat, generate
+from twinpool.control.cli.replay import replay_command
 from twinpool.control.cli.simulate import simulate_command
 from twinpool.control.cli.up import down, up
 
@@ -31,6 +32,7 @@ app.command()(chat)
 app.add_typer(get.app, name="get")
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")
+app.command(name="replay")(replay_command)
 app.command(name="simulate")(simulate_command)
 app.command()(doctor)
 

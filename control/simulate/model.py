@@ -103,5 +103,30 @@ PRESETS: Mapping[str, WorkerModel] = {
             slo_ttft=2.0,
             slo_itl=0.05,
         ),
+        WorkerModel(
+            name="cpu-tiny",
+            source="The tiny random DeepSeek-V3 checkpoint of `twinpool model tiny` on one core of a shared Xeon at 2 cores, "
+            "measured through a router at a client, single prompts of 16 to 3,000 tokens and batches of 1 to 48, NIXL over "
+            "TCP and CMA; +-50 % on a busy machine.",
+            kv_bytes_per_token=480,
+            prefill_base=6.5e-3,
+            prefill_token=16e-6,
+            prefill_pair=3.9e-8,
+            step_base=2.5e-3,
+            step_sequence=0.27e-3,
+            step_token=2e-7,
+            link_bytes_per_second=2e9,
+            link_latency=0.25e-3,
+            link_block=10e-6,
+            prefill_tokens=32_768,
+            decode_tokens=32_768,
+            block_tokens=16,
+            max_num_seqs=64,
+            max_batched_tokens=2048,
+            max_chunk_tokens=512,
+            hop=0.001,
+            slo_ttft=1.0,
+            slo_itl=0.05,
+        ),
     )
 }
