@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from twinpool import metrics
 from twinpool._core import Action, AdmissionConfig, CoreError, RouterCore, Transition
 from twinpool.config import RouterSection
-from twinpool.errors import TwinpoolError
+from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.router.request import Prepared
@@ -235,6 +235,8 @@ class Admission:
 
 
 def refusal(reason: str, limit: str, retry_after: float) -> TwinpoolError:
-    """A refusal of the core as an error of the table."""
+    """A refusal of the core as an error of the table. ``limit``: the limit that was hit, as name=value."""
+    known = reason if reason in TABLE else "INTERNAL"
+    message = f"{TABLE[known].message}; the limit is {limit}" if limit else None
     metadata = {"limit": limit} if limit else None
-    return TwinpoolError(reason, retry_after=retry_after or None, metadata=metadata)
+    return TwinpoolError(known, message, retry_after=retry_after or None, metadata=metadata)

@@ -357,6 +357,7 @@ async def test_a_full_queue_refuses_with_the_limit_and_a_delay(model_path: Path)
         assert answer.error is not None
         assert answer.error.retry_after is not None
         assert answer.error.metadata["limit"] == "max_queue_requests=2"
+        assert answer.error.message == "the queue is full; the limit is max_queue_requests=2"
         await asyncio.gather(*waiting)
         await cluster.assert_quiescent()
 
