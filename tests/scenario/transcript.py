@@ -74,7 +74,9 @@ class Session:
 
 def config(session: Session, _names: list[str], values: Values) -> list[str]:
     """config key=value...: a new core with these limits."""
-    session.core = _core.RouterCore(_core.AdmissionConfig(**{key: float(value) for key, value in values.items()}))
+    session.core = _core.RouterCore(
+        _core.AdmissionConfig(**{key: float(value) for key, value in values.items()})
+    )
     return []
 
 
@@ -206,7 +208,9 @@ def event(session: Session, names: list[str], values: Values) -> list[str]:
     lines = []
     for name in names[1:]:
         request = session.ids[name]
-        explained = session.core.explain(request) if "attempt" not in values else {"attempt": values["attempt"]}
+        explained = (
+            session.core.explain(request) if "attempt" not in values else {"attempt": values["attempt"]}
+        )
         try:
             result = session.core.advance(
                 session.now, request, int(str(explained["attempt"])), names[0], values.get("detail", "")
@@ -254,7 +258,9 @@ def explain(session: Session, names: list[str], values: Values) -> list[str]:
     keys = values.get("terms", "total_seconds").split(",")
     return [
         f"{row['prefill'][0]} -> {row['decode'][0]} "
-        + " ".join(f"{key}={row[key]:.4f}" if isinstance(row[key], float) else f"{key}={row[key]}" for key in keys)
+        + " ".join(
+            f"{key}={row[key]:.4f}" if isinstance(row[key], float) else f"{key}={row[key]}" for key in keys
+        )
         for row in rows
     ]
 
@@ -280,7 +286,9 @@ def traffic(session: Session, names: list[str], values: Values) -> list[str]:
         if kind == "submit":
             tenant_name, priority, every, prompt = sources[which]
             name = f"{tenant_name}-{priority}-{len(session.ids)}"
-            result = session.submit(name, {"tenant": tenant_name, "priority": priority, "prompt": prompt, "output": "1"})
+            result = session.submit(
+                name, {"tenant": tenant_name, "priority": priority, "prompt": prompt, "output": "1"}
+            )
             if result.accepted:
                 owner[result.request] = (which, session.now)
             heapq.heappush(heap, (session.now + float(every), which, "submit"))
