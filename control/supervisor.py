@@ -2,8 +2,10 @@
 """The process behind ``twinpool up``: runs a local cluster until it is told to stop, and publishes where it listens."""
 
 import argparse
+import asyncio
 import faulthandler
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -24,16 +26,21 @@ def main() -> int:
     """Entry point of ``python -m twinpool.control.supervisor``; the configuration comes by the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--embedded-store", action="store_true")
+    parser.add_argument(
+        "--with-parent", action="store_true", help="stop when the process that started this one ends"
+    )
     arguments = parser.parse_args()
     config = load_config()
     logs.setup(config.log.level, config.log.as_json)
     # `kill -USR1` writes every thread's stack to the log: the way to see where a stuck cluster waits.
     faulthandler.register(signal.SIGUSR1)
-    return run(_supervise(config, arguments.embedded_store))
+    return run(_supervise(config, arguments.embedded_store, arguments.with_parent))
 
 
-async def _supervise(config: TwinpoolConfig, embedded_store: bool) -> int:
+async def _supervise(config: TwinpoolConfig, embedded_store: bool, with_parent: bool) -> int:
     stopping = stop_event()
+    if with_parent:
+        _stop_with_parent(stopping)
     directory = state.directory(config.cluster.name)
     cluster = LocalCluster(config, directory, embedded_store=embedded_store)
     try:
@@ -50,6 +57,19 @@ async def _supervise(config: TwinpoolConfig, embedded_store: bool) -> int:
     finally:
         await cluster.stop()
         state.remove(config.cluster.name)
+
+
+def _stop_with_parent(stopping: asyncio.Event) -> None:
+    """A killed test or script can't stop its cluster; the end of its process does."""
+    loop = asyncio.get_running_loop()
+    parent = os.pidfd_open(os.getppid())
+
+    def gone() -> None:
+        loop.remove_reader(parent)
+        os.close(parent)
+        stopping.set()
+
+    loop.add_reader(parent, gone)
 
 
 def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:

@@ -105,7 +105,7 @@ PRESETS: Mapping[str, WorkerModel] = {
         ),
         WorkerModel(
             name="cpu-tiny",
-            source="The tiny random DeepSeek-V3 checkpoint of `twinpool model tiny` on one core of a shared Xeon at 2 cores, "
+            source="The tiny random DeepSeek-V3 checkpoint of `twinpool model tiny` on one core of a shared two-core AMD EPYC machine, "
             "measured through a router at a client, single prompts of 16 to 3,000 tokens and batches of 1 to 48, NIXL over "
             "TCP and CMA; +-50 % on a busy machine.",
             kv_bytes_per_token=480,

@@ -82,7 +82,7 @@ def running_cluster(
     env |= to_env(config) | {"TWINPOOL_HOME": str(home)}
     directory = home / name
     (directory / "logs").mkdir(parents=True)
-    command = [sys.executable, "-m", "twinpool.control.supervisor"]
+    command = [sys.executable, "-m", "twinpool.control.supervisor", "--with-parent"]
     if embedded_store:
         command.append("--embedded-store")
     with (directory / "logs" / "supervisor.log").open("ab") as log_file:

@@ -21,6 +21,7 @@ class Oracle:
         eos = self.model.generation_config.eos_token_id
         if eos is None:
             eos = self.model.config.eos_token_id
+        self._answers: dict[tuple[tuple[int, ...], int, frozenset[int]], list[int]] = {}
         self.eos: set[int] = set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
 
     @torch.inference_mode()
@@ -28,12 +29,18 @@ class Oracle:
         self, prompt: Sequence[int], max_tokens: int, *, stop: Sequence[int] = (), ignore_eos: bool = False
     ) -> list[int]:
         """Token ids up to and including the one that stops, at most ``max_tokens``."""
-        ends = set(stop) | (set() if ignore_eos else self.eos)
+        ends = frozenset(stop) | (frozenset() if ignore_eos else frozenset(self.eos))
+        key = (tuple(prompt), max_tokens, ends)
+        if key not in self._answers:
+            self._answers[key] = self._generate(prompt, max_tokens, ends)
+        return list(self._answers[key])
+
+    def _generate(self, prompt: Sequence[int], max_tokens: int, ends: frozenset[int]) -> list[int]:
         ids = torch.tensor([list(prompt)])
         cache_state = None
         produced: list[int] = []
         while len(produced) < max_tokens:
-            result = self.model(input_ids=ids, past_key_values=cache_state, use_cache=True)
+            result = self.model(input_ids=ids, past_key_values=cache_state, use_cache=True, logits_to_keep=1)
             token = int(result.logits[0, -1].argmax())
             produced.append(token)
             if token in ends:
