@@ -13,8 +13,7 @@ from prometheus_client import REGISTRY
 from tests.support.stores import ONE_KIND, launch, port_of, running
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.waiting import until
-from twinpool.membership import EventKind, Registration, RouterWatch, WorkerWatch, parse, problem_of
-from twinpool.membership.records import RecordError
+from twinpool.membership import EventKind, Registration, RouterWatch, WorkerWatch
 from twinpool.store import EtcdStore, Keys, StoreServer
 from twinpool.store.embedded import EmbeddedEtcd
 from twinpool.v1.control_pb2 import (
@@ -394,39 +393,3 @@ async def test_a_registration_may_begin_before_the_store(keys: Keys) -> None:
         # Without a store the stop is still bounded, and raises nothing.
         await asyncio.wait_for(registration.stop(), 5)
         store.close()
-
-
-# --- records -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        (worker(""), "name"),
-        (worker("Upper"), "name"),
-        (worker("a/b"), "name"),
-        (worker(incarnation=0), "incarnation"),
-        (worker(pool=""), "pool"),
-        (worker(role=0), "role"),
-        (worker(state=0), "state"),
-        (worker(endpoint=""), "endpoint"),
-        (worker(endpoint="h:99999"), "endpoint"),
-        (worker(metrics_endpoint="h"), "metrics endpoint"),
-        (worker(model="m" * 5000), "model"),
-        (RouterRecord(name="r", endpoint="h:1"), "incarnation"),
-    ],
-)
-def test_problems_of_records_are_named(store: EtcdStore, record: Any, problem: str) -> None:
-    assert problem in problem_of(record)
-    with pytest.raises(ValueError, match="cannot be registered"):
-        Registration(store, "c", record, ttl_seconds=TTL)
-
-
-def test_parse_checks_that_a_record_is_where_it_belongs() -> None:
-    keys = Keys("c")
-    value = worker().SerializeToString()
-    assert parse(keys, WorkerRecord, keys.worker("default", "w"), value) == worker()
-    for key in (keys.worker("other", "w"), keys.worker("default", "v"), "/elsewhere"):
-        with pytest.raises(RecordError) as caught:
-            parse(keys, WorkerRecord, key, value)
-        assert caught.value.cause == "key"
