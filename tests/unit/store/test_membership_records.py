@@ -54,7 +54,7 @@ def worker(name: str = "w", incarnation: int = 7, **fields: Any) -> WorkerRecord
 def test_problems_of_records_are_named(store: EtcdStore, record: Any, problem: str) -> None:
     assert problem in problem_of(record)
     with pytest.raises(ValueError, match="cannot be registered"):
-        Registration(store, "c", record, ttl_seconds=TTL)
+        Registration(store, "c", record, ttl_seconds=2)
 
 
 def test_parse_checks_that_a_record_is_where_it_belongs() -> None:
