@@ -23,10 +23,12 @@ demo: $(STAMP) ## Start a cluster, ask it three questions, stop it
 	$(BIN)/twinpool demo
 
 test: $(STAMP) ctest ## All tests of the fast tiers
-	$(PY) -m pytest -m "not slow and not gpu" tests
+	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/scenario
+	$(PY) -m pytest -m "not slow and not gpu" tests/integration
 
 test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow ones included
-	$(PY) -m pytest -m "not gpu" tests
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario
+	$(PY) -m pytest -m "not gpu" tests/integration
 
 ctest: ## C++ tests
 	cmake -S . -B build/ctest -DTWINPOOL_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
