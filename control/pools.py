@@ -15,6 +15,7 @@ from twinpool.config import TwinpoolConfig, to_yaml
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 
+# What a worker's stop takes beyond the drain of its requests.
 ACTOR_STOP_SECONDS = 15.0
 ROLES = ("prefill", "decode")
 
@@ -115,7 +116,8 @@ class RayPools:
         import ray
 
         try:
-            await asyncio.wait_for(_call(actor.stop.remote()), ACTOR_STOP_SECONDS)
+            drain = self._config.worker.drain_timeout_seconds
+            await asyncio.wait_for(_call(actor.stop.remote(drain)), drain + ACTOR_STOP_SECONDS)
         except Exception as error:  # the actor may be dead, restarting or stuck: it is killed either way
             log.warning("worker_stop_failed", worker=name, error=type(error).__name__)
         with contextlib.suppress(Exception):
