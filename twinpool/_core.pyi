@@ -98,7 +98,14 @@ class BlockManager:
 @final
 class SchedulerConfig:
     """Limits of a step. ``policy`` is "fcfs" or "priority"."""
-    def __init__(self, *, max_num_seqs: int = 64, max_batched_tokens: int = 2048, max_chunk_tokens: int = 512, policy: str = "fcfs") -> None: ...
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 64,
+        max_batched_tokens: int = 2048,
+        max_chunk_tokens: int = 512,
+        policy: str = "fcfs",
+    ) -> None: ...
     max_num_seqs: int
     max_batched_tokens: int
     max_chunk_tokens: int
@@ -149,11 +156,29 @@ class StepScheduler:
     or *remote* (its KV arrives by transfer: ``reserve`` then ``start``).
     """
     def __init__(self, blocks: BlockManager, config: SchedulerConfig) -> None: ...
-    def add(self, tokens: Tokens, hashes: Hashes, root: bytes, *, max_new_tokens: int, priority: int = 0, arrival: float = 0.0) -> int:
+    def add(
+        self,
+        tokens: Tokens,
+        hashes: Hashes,
+        root: bytes,
+        *,
+        max_new_tokens: int,
+        priority: int = 0,
+        arrival: float = 0.0,
+    ) -> int:
         """A sequence whose prompt is computed here. Its longest cached prefix is taken when it is first planned
         (at least the last prompt token is always computed). ``max_new_tokens`` 0: prefill only, the sequence becomes
         *done* after its sampled token and keeps its blocks until ``remove``."""
-    def reserve(self, tokens: Tokens, hashes: Hashes, root: bytes, *, max_new_tokens: int, priority: int = 0, arrival: float = 0.0) -> int | None:
+    def reserve(
+        self,
+        tokens: Tokens,
+        hashes: Hashes,
+        root: bytes,
+        *,
+        max_new_tokens: int,
+        priority: int = 0,
+        arrival: float = 0.0,
+    ) -> int | None:
         """A sequence whose prompt KV arrives from elsewhere. Takes the cached prefix and allocates the rest of the prompt
         (its last, partial block included) plus one block of head-room; None and no change if there is no room or ``max_num_seqs`` is reached."""
     def start(self, seq: int, first_token: int) -> None:
@@ -267,24 +292,60 @@ class RouterCore:
 
     def __init__(self, config: AdmissionConfig) -> None: ...
     # cluster view
-    def upsert_worker(self, now: float, name: str, incarnation: int, pool: str, role: str, state: str, fingerprint: str, num_blocks: int, block_tokens: int, max_num_seqs: int) -> None:
+    def upsert_worker(
+        self,
+        now: float,
+        name: str,
+        incarnation: int,
+        pool: str,
+        role: str,
+        state: str,
+        fingerprint: str,
+        num_blocks: int,
+        block_tokens: int,
+        max_num_seqs: int,
+    ) -> None:
         """Adds or updates a worker. Another incarnation replaces the old one as if it had been removed. role: "prefill"|"decode"; state: "starting"|"ready"|"draining"|"flipping"."""
     def remove_worker(self, now: float, name: str, incarnation: int) -> None:
         """Its reservations and its part of the index are gone at once. Send ``worker_lost`` for ``requests_on`` it (ask before)."""
-    def report_load(self, now: float, name: str, incarnation: int, running: int, waiting: int, waiting_prefill_tokens: int, available_blocks: int, step_seconds: float) -> None: ...
+    def report_load(
+        self,
+        now: float,
+        name: str,
+        incarnation: int,
+        running: int,
+        waiting: int,
+        waiting_prefill_tokens: int,
+        available_blocks: int,
+        step_seconds: float,
+    ) -> None: ...
     def quarantine(self, now: float, name: str, incarnation: int, until: float) -> None: ...
-    def observe_prefill(self, name: str, incarnation: int, tokens: int, cached_tokens: int, seconds: float) -> None:
+    def observe_prefill(
+        self, name: str, incarnation: int, tokens: int, cached_tokens: int, seconds: float
+    ) -> None:
         """A prefill worker computed ``tokens`` after ``cached_tokens`` in ``seconds``: teaches its cost model. Without any,
         the core learns from the events of requests that found the worker idle."""
     def observe_transfer(self, name: str, incarnation: int, blocks: int, seconds: float) -> None:
         """The worker pulled ``blocks`` in ``seconds``."""
-    def set_tenant(self, now: float, tenant: str, *, weight: float = 1.0, max_requests: int = 0, tokens_per_second: float = 0.0, burst_tokens: float = 0.0, max_priority: int = 100) -> None:
+    def set_tenant(
+        self,
+        now: float,
+        tenant: str,
+        *,
+        weight: float = 1.0,
+        max_requests: int = 0,
+        tokens_per_second: float = 0.0,
+        burst_tokens: float = 0.0,
+        max_priority: int = 100,
+    ) -> None:
         """Own limits of a tenant instead of the defaults. ``weight``: its share against other tenants of its band."""
     def workers(self) -> list[dict[str, object]]: ...
     def requests_on(self, name: str, incarnation: int) -> list[tuple[int, int]]:
         """(request, attempt) of all attempts that need the worker now."""
     # prefix index
-    def index_stored(self, name: str, incarnation: int, hashes: Hashes, *, tier: str = "device", counted: bool = False) -> None:
+    def index_stored(
+        self, name: str, incarnation: int, hashes: Hashes, *, tier: str = "device", counted: bool = False
+    ) -> None:
         """The worker holds these blocks. Idempotent; with ``counted`` each call is one more copy, ended by as many removals. tier: "device"|"host"."""
     def index_removed(self, name: str, incarnation: int, hashes: Hashes, *, tier: str = "device") -> None: ...
     def index_cleared(self, name: str, incarnation: int) -> None: ...
@@ -292,13 +353,27 @@ class RouterCore:
         """(worker, leading blocks) of each worker that holds the first block, in the order of their registration slots. Exact where a
         worker holds all ancestors of what it holds, as block managers that evict leaves first do."""
     # requests
-    def submit(self, now: float, request_id: str, pool: str, prompt_tokens: int, max_new_tokens: int, hashes: Hashes, *, n: int = 1, priority: int = 0, tenant: str = "", deadline: float = 0.0, bytes: int = 0) -> "Submission":
+    def submit(
+        self,
+        now: float,
+        request_id: str,
+        pool: str,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        hashes: Hashes,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float = 0.0,
+        bytes: int = 0,
+    ) -> Submission:
         """``deadline`` is on the clock of ``now``; 0: none. CoreError for arguments out of range; a refusal is a Submission."""
-    def plan(self, now: float) -> list["Action"]:
+    def plan(self, now: float) -> list[Action]:
         """Places what can be placed, expires what must expire. Call after submit, after advance and on a timer."""
     def next_wake(self, now: float) -> float | None:
         """When ``plan`` has something to do with no new event; None if never."""
-    def advance(self, now: float, request: int, attempt: int, event: str, detail: str = "") -> "Transition":
+    def advance(self, now: float, request: int, attempt: int, event: str, detail: str = "") -> Transition:
         """Applies an event; see EVENTS and docs/lifecycle.md. An event of an older attempt is ignored (``applied`` False)."""
     def forget(self, request: int) -> None:
         """Drops a request in a terminal state (CoreError otherwise). Until then its request id is a duplicate."""
