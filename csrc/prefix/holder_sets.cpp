@@ -2,6 +2,7 @@
 #include "prefix/holder_sets.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace twinpool::prefix {
@@ -13,7 +14,7 @@ HolderSets::HolderSets()
       index_(64, k_empty) {}
 
 void HolderSets::reserve_slots(std::size_t slots) {
-  const std::size_t wanted = (slots + 63) / 64;
+  const std::size_t wanted = std::bit_ceil((slots + 63) / 64);  // as the search is compiled for
   if (wanted <= words_) {
     return;
   }

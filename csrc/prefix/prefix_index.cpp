@@ -69,6 +69,9 @@ PrefixIndex::Slot PrefixIndex::add_holder() {
   if (free_.empty() && next_slot_ % 64 == 0 && sweeping()) {
     finish_sweep();
   }
+  if (free_.empty() && next_slot_ == k_max_holders) {
+    throw std::length_error("prefix index: more than 1024 holders");
+  }
   Slot slot = next_slot_;
   if (free_.empty()) {
     ++next_slot_;

@@ -23,29 +23,21 @@ namespace twinpool::prefix {
 inline constexpr std::size_t k_hash_bytes = 16;
 using HashBytes = std::span<const std::uint8_t>;  // n * 16 bytes
 
-// Result and scratch memory of a search; reuse it to avoid allocation.
+// Result of a search; reuse it to avoid allocation.
 struct PrefixLengths {
   std::vector<std::uint32_t> blocks;  // by holder slot
-
- private:
-  friend class PrefixIndex;
-  struct Interval {
-    std::uint32_t low, high;  // the pending slots hold block `low` and miss block `high`
-  };
-  std::vector<std::uint32_t> positions_;
-  std::vector<std::uint64_t> masks_;
-  std::vector<Interval> level_, next_;
-  std::vector<std::uint64_t> pending_, next_pending_, alive_, here_;
 };
 
 class PrefixIndex {
  public:
   using Slot = std::uint32_t;
+  static constexpr std::size_t k_max_holders = 1024;
   static constexpr std::size_t k_minimum_bytes = 1U << 20U;
 
   // `max_bytes` 0: no cap. Otherwise at least k_minimum_bytes; at the cap the coldest blocks of a shard make room.
   explicit PrefixIndex(std::size_t max_bytes = 0);
 
+  // Throws std::length_error at k_max_holders.
   Slot add_holder();
   // All blocks of the holder vanish from every answer at once, in O(1); memory follows bit by bit.
   void drop_holder(Slot slot);
@@ -87,14 +79,14 @@ class PrefixIndex {
       return k.key.high ^ (std::uint64_t{k.slot} * 2654435761U) ^ k.key.low;
     }
   };
+  template <std::size_t Words>
+  class Search;
   class Step;  // memo of a set transition within a batch
 
   void make_room(Shard& shard, std::size_t index);
   void evict(Shard& shard, Entry* entry);
   void forget_entry(const Entry& entry);
-  void probe(HashBytes hashes, PrefixLengths& out, std::size_t count);
   void finish_sweep();
-  void set_blocks(PrefixLengths& out, const std::uint64_t* slots, std::uint32_t length) const;
 
   HashTable table_;
   HolderSets sets_;
