@@ -41,6 +41,7 @@ class Router(Protocol):
     @property
     def queued(self) -> bool:
         """Whether a request waits for ``plan``."""
+        ...
 
     def worker_up(self, now: float, worker: Worker, num_blocks: int) -> None:
         """A worker can be chosen from now on; its cache is empty."""
@@ -56,9 +57,11 @@ class Router(Protocol):
 
     def submit(self, now: float, job: Job) -> str:
         """A request came. Returns the reason of a refusal, or nothing."""
+        ...
 
     def plan(self, now: float) -> list[Placement | Ended]:
         """Choices for requests that waited."""
+        ...
 
     def next_wake(self, now: float) -> float | None:
         """When ``plan`` has something to do although nothing happens."""
@@ -80,3 +83,4 @@ class Router(Protocol):
 
     def failed(self, now: float, attempt: Attempt, lost: Worker) -> bool:
         """A worker died under the attempt. True if the request waits for ``plan`` again, False if it is lost."""
+        ...

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -111,7 +111,7 @@ def _details(error: grpc.RpcError) -> Status | None:
 
 def _find(status: Status, kind: type[_Detail]) -> _Detail | None:
     for detail in status.details:
-        if detail.Is(kind.DESCRIPTOR):
+        if detail.Is(cast(Any, kind.DESCRIPTOR)):
             found = kind()
             detail.Unpack(found)
             return found

@@ -15,7 +15,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import etcd3.etcdrpc as pb
 import grpc
 
 from twinpool.errors import TwinpoolError
@@ -23,6 +22,7 @@ from twinpool.logs import get_logger, setup
 from twinpool.store.embedded_kv import Refusal, apply_txn, delete, put, read
 from twinpool.store.embedded_watch import WatchHub, WatchStream
 from twinpool.store.mvcc import Change, Mvcc, MvccError
+from twinpool.store.protocol import pb
 
 _log = get_logger(__name__)
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import etcd3.etcdrpc as pb
 import grpc
-from etcd3.etcdrpc import kv_pb2
 
 from twinpool.store.mvcc import Mvcc, Version, in_range
+from twinpool.store.protocol import kv_pb2, pb
 
 MAX_TXN_OPS = 128
 """As etcd's default."""

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final
 
-import etcd3.etcdrpc as pb
 import grpc
-from etcd3.etcdrpc import kv_pb2
 
 from twinpool.store.embedded_kv import key_value
 from twinpool.store.mvcc import Change, Mvcc, MvccError, in_range
+from twinpool.store.protocol import kv_pb2, pb
 
 _MAX_EVENTS: Final = 1000
 """Most events in one response when a watch catches up: bounds a message."""

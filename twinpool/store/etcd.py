@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import etcd3
-import etcd3.etcdrpc as pb
 import grpc
 from etcd3.exceptions import (
     ConnectionFailedError,
@@ -29,6 +28,7 @@ from twinpool import metrics
 from twinpool.config import ClusterConfig
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.store.keys import check_prefix
+from twinpool.store.protocol import pb
 from twinpool.store.types import Item, Lease, LeaseLostError, Snapshot
 
 T = TypeVar("T")

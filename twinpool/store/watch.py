@@ -15,13 +15,13 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 import grpc
-from etcd3.etcdrpc import kv_pb2
 
 from twinpool import metrics
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.store.etcd import to_item
 from twinpool.store.keys import check_prefix
+from twinpool.store.protocol import kv_pb2
 from twinpool.store.types import Item, Snapshot, Store
 
 _log = get_logger(__name__)
