@@ -17,14 +17,16 @@ Blocks = NDArray[np.int32]
 
 # --- hash ---------------------------------------------------------------------------------
 
-def root_hash(fingerprint: bytes, tenant_salt: bytes, adapter: bytes) -> bytes:
-    """128-bit root of a namespace: SHA-256 over typed, length-prefixed fields, first 16 bytes."""
+def root_hash(fingerprint: bytes, tenant_salt: bytes | None, adapter: bytes | None) -> bytes:
+    """128-bit root of a namespace: SHA-256 over typed, length-prefixed fields, first 16 bytes.
+
+    None is an absent field, which is not the same as an empty one."""
 
 def hash_blocks(parent: bytes, tokens: Tokens, block_tokens: int) -> Hashes:
     """Chained hashes of the *full* blocks of ``tokens``; a partial last block has none."""
 
 def block_digest(data: int, stride_bytes: int, length_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64-bit digest of each of ``n`` CPU blocks at address ``data + i * stride_bytes``."""
+    """XXH64 of the first ``length_bytes[i]`` bytes at ``data + i * stride_bytes``, for each of ``n`` blocks in CPU memory."""
 
 # --- blocks -------------------------------------------------------------------------------
 
@@ -35,8 +37,9 @@ class CoreError(Exception):
 class BlockManager:
     """Owns the physical blocks of one KV pool: free list, prefix cache, pins, quarantine.
 
-    ``generations`` is kept by reference and raised in place whenever a block is given to new
-    content; the caller registers that memory with NIXL. A block is in exactly one of these
+    ``generations`` is kept by reference and raised in place whenever a block's content ends and
+    whenever it is given to new content; the caller registers that memory with NIXL. A held block
+    holds its ancestors in the cache. A block is in exactly one of these
     states: free, held (reference count > 0 by sequences or pins), cached (content, no
     reference, evictable leaves first by LRU), quarantined.
     """
@@ -66,7 +69,7 @@ class BlockManager:
     def allocate(self, count: int) -> Blocks | None:
         """Takes ``count`` new blocks (reference 1, generation raised), evicting if needed; None and no change if it can't."""
     def reference(self, blocks: Blocks) -> None:
-        """One more reference on each (sharing between choices)."""
+        """One more reference on each, held or cached (sharing between choices)."""
     def release(self, blocks: Blocks) -> None:
         """Drops one reference on each, last block first; at 0 a committed block becomes cached, others free."""
     def commit(self, blocks: Blocks, hashes: Hashes, parent: bytes) -> Blocks:
@@ -85,7 +88,8 @@ class BlockManager:
         """Moves held blocks (reference 1, not committed) out of reach until ``unquarantine``."""
     def unquarantine(self, blocks: Blocks) -> None: ...
     def drain_freed(self) -> Blocks:
-        """Blocks whose content ended (freed or evicted) since the last call; tests poison them."""
+        """Free blocks whose content ended (freed or evicted) since the last call; tests poison them. A block that has been
+        given out again by now is left out."""
     def drain_events(self) -> list[tuple[str, Hashes, bytes]]:
         """Cache events since the last call: ``("stored", hashes, parent)`` or ``("removed", hashes, b"")``."""
     def reset_cache(self) -> int:
@@ -97,7 +101,8 @@ class BlockManager:
 
 @final
 class SchedulerConfig:
-    """Limits of a step. ``policy`` is "fcfs" or "priority"."""
+    """Limits of a step. ``policy`` is "fcfs" or "priority". ``max_batched_tokens`` is at least ``max_num_seqs``, so that
+    all decodes fit into a step; the scheduler checks and copies the limits when it is made."""
     def __init__(
         self,
         *,
@@ -113,7 +118,9 @@ class SchedulerConfig:
 
 @final
 class StepPlan:
-    """What the next step runs, as flat arrays. Sequences are ordered decodes first.
+    """What the next step runs, as flat arrays. Sequences are ordered decodes first. All arrays are views: no copies.
+    ``block_table`` looks into the scheduler's own table (row stride >= width) and is good until the plan is advanced
+    or aborted; the others are the plan's.
 
     ``seq[i]`` is the sequence's handle; its query tokens are ``token_ids[q_start[i]:q_start[i+1]]`` at positions
     ``start[i] ...``; ``context[i]`` is its KV length after the step; ``block_table[i, :]`` its blocks, padded with -1;
@@ -187,11 +194,13 @@ class StepScheduler:
         """Another choice over the same prompt: full blocks shared, the partial one copied (see ``StepPlan.copies``). Call before ``start`` or right after."""
     def plan(self, now: float) -> StepPlan: ...
     def advance(self, plan: StepPlan, sampled: Tokens) -> None:
-        """The step ran; ``sampled[i]`` is the token of ``plan.seq[i]`` (ignored where ``sample`` is 0). Appends tokens, commits blocks that became full."""
+        """The step ran; ``sampled[i]`` is the token of ``plan.seq[i]`` (ignored where ``sample`` is 0). Appends tokens, commits blocks that became full.
+        An empty plan need not come back."""
     def abort_plan(self, plan: StepPlan) -> None:
         """The step did not run: nothing of it counts."""
     def remove(self, seq: int) -> None:
-        """Ends a sequence in any state between plans and gives its blocks back (cached where committed)."""
+        """Ends a sequence in any state and gives its blocks back (cached where committed). One that is part of the
+        outstanding plan is unknown from now on and ends with that plan."""
     def blocks(self, seq: int) -> Blocks: ...
     def cached_tokens(self, seq: int) -> int:
         """Prompt tokens found in the cache when the sequence first got blocks."""
@@ -205,7 +214,10 @@ class StepScheduler:
     @property
     def reserved(self) -> int: ...
     @property
-    def waiting_tokens(self) -> int: ...
+    def waiting_tokens(self) -> int:
+        """Tokens still to be computed by waiting and by prefilling sequences; what the cache holds of a waiting one counts in full."""
+    def check(self) -> None:
+        """Raises CoreError if an invariant does not hold."""
 
 # --- router core --------------------------------------------------------------------------
 
@@ -327,6 +339,10 @@ class RouterCore:
         the core learns from the events of requests that found the worker idle."""
     def observe_transfer(self, name: str, incarnation: int, blocks: int, seconds: float) -> None:
         """The worker pulled ``blocks`` in ``seconds``."""
+    def set_cost_model(self, name: str, incarnation: int, kind: str, base_seconds: float, per_unit_seconds: float, per_context_seconds: float = 0.0) -> None:
+        """Seeds a cost model of a worker, as a calibration at its start found it. kind: "prefill" (units: uncached tokens; context:
+        uncached tokens x mean context), "transfer" (units: blocks), "step" (units: sequences; context: tokens). A new worker without
+        one starts from its last incarnation's model, or from the like worker that was measured most."""
     def set_tenant(
         self,
         now: float,
