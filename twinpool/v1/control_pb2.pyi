@@ -78,6 +78,8 @@ class WorkerRecord(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
+    EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool it belongs to."""
     role: _worker_pb2.Role.ValueType
@@ -110,6 +112,10 @@ class WorkerRecord(_message.Message):
     """Directory with the model's tokenizer, as the worker sees it."""
     pid: _builtins.int
     """Process id, for local clusters."""
+    events_endpoint: _builtins.str
+    """Where its KV events are published over ZeroMQ: host:port; empty: nowhere."""
+    replay_endpoint: _builtins.str
+    """Where past events and snapshots are asked for over ZeroMQ: host:port."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
         """Who."""
@@ -144,10 +150,12 @@ class WorkerRecord(_message.Message):
         model_path: _builtins.str = ...,
         pid: _builtins.int = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
+        events_endpoint: _builtins.str = ...,
+        replay_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "role", b"role", "started_at", b"started_at", "state", b"state", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
