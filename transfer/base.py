@@ -40,6 +40,11 @@ class AttemptKey(NamedTuple):
     def of(cls, message: worker_pb2.AttemptId) -> AttemptKey:
         return cls(message.request_id, message.attempt)
 
+    def fetch_by(self, reader: WorkerKey) -> AttemptKey:
+        """The name of the attempt's prefix fetch by ``reader``: apart from the hand-off of the same attempt, which may
+        run between the same two workers."""
+        return AttemptKey(f"{self.request_id}<{reader}", self.attempt)
+
     def message(self) -> worker_pb2.AttemptId:
         return worker_pb2.AttemptId(request_id=self.request_id, attempt=self.attempt)
 

@@ -6,10 +6,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from twinpool.ids import WorkerKey
-from twinpool.transfer.base import AttemptKey
+from twinpool.transfer.base import AttemptKey, Blocks
 from twinpool.v1 import handoff_pb2
+
+
+class PinKeeper(Protocol):
+    """What offers need of :class:`twinpool._core.BlockManager`; see there."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    def acquire_prefix(self, hashes: NDArray[np.uint8]) -> Blocks: ...
+
+    def release(self, blocks: Blocks) -> None: ...
+
+    def pin(self, transfer_id: int, blocks: Blocks, readers: int, expires_at: float) -> None: ...
+
+    def renew(self, transfer_id: int, expires_at: float) -> bool: ...
+
+    def unpin(self, transfer_id: int, reader: int) -> bool: ...
+
+    def expire(self, now: float) -> list[int]: ...
 
 
 class OfferEnd(StrEnum):
@@ -35,7 +58,8 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A hand-off. ``messages`` are kept until every reader has said Expect, so that a late one gets all of them."""
+    """A hand-off, or with ``prefix`` the answer to a fetch. ``messages`` are kept until every reader has said Expect, so
+    that a late one gets all of them."""
 
     attempt: AttemptKey
     transfer_id: int
@@ -44,15 +68,19 @@ class Offer:
     expires_at: float | None = None  # None: nothing announced, nothing held
     pinned: bool = False
     complete: bool = False
+    prefix: bool = False
 
     @classmethod
-    def of(cls, attempt: AttemptKey, transfer_id: int, readers: Sequence[WorkerKey]) -> Offer:
+    def of(
+        cls, attempt: AttemptKey, transfer_id: int, readers: Sequence[WorkerKey], *, prefix: bool
+    ) -> Offer:
         """Raises ValueError unless there is a reader and each is named once."""
         if not readers or len(set(readers)) != len(readers):
             raise ValueError(
                 f"attempt {attempt} names {len(readers)} readers, {len(set(readers))} of them distinct"
             )
-        return cls(attempt, transfer_id, tuple(Part(reader, index) for index, reader in enumerate(readers)))
+        parts = tuple(Part(reader, index) for index, reader in enumerate(readers))
+        return cls(attempt, transfer_id, parts, prefix=prefix)
 
     def part(self, reader: WorkerKey) -> Part | None:
         """The share of a reader; None if it is not expected."""

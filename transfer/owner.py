@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from twinpool.ids import WorkerKey, new_transfer_id
@@ -21,14 +21,17 @@ from twinpool.logs import get_logger
 from twinpool.transfer.base import AttemptKey, Blocks, Generations, NullObserver, TransferObserver
 from twinpool.transfer.descriptor import worker_message
 from twinpool.transfer.digest import Digest, DigestPolicy, wanted
-from twinpool.transfer.offer import Offer, OfferEnd, Part
+from twinpool.transfer.early import EARLY_MAX, EarlyReaders
+from twinpool.transfer.offer import Offer, OfferEnd, Part, PinKeeper
 from twinpool.v1 import handoff_pb2, worker_pb2
 from twinpool.v1.worker_pb2 import FailureReason
 
 _log = get_logger(__name__)
 
-EARLY_MAX = 4096
-"""Most attempts that readers may expect before their prefill command has come."""
+FETCHES_MAX = 1024
+"""Most cached prefixes that are held for readers at a time."""
+
+HASH_BYTES = 16
 
 ENDED_MAX = 4096
 """Ended attempts that are remembered, so that a late Expect fails at once instead of waiting."""
@@ -37,18 +40,6 @@ Send = Callable[[int, handoff_pb2.ExchangeResponse], None]
 """Queues a message to a reader's stream; must not call back."""
 
 _Cause = tuple[FailureReason.ValueType, str]
-
-
-class PinKeeper(Protocol):
-    """What offers need of :class:`twinpool._core.BlockManager`; see there."""
-
-    def pin(self, transfer_id: int, blocks: Blocks, readers: int, expires_at: float) -> None: ...
-
-    def renew(self, transfer_id: int, expires_at: float) -> bool: ...
-
-    def unpin(self, transfer_id: int, reader: int) -> bool: ...
-
-    def expire(self, now: float) -> list[int]: ...
 
 
 class OfferBook:
@@ -85,16 +76,22 @@ class OfferBook:
         self._on_end = on_end
         self._on_count = on_count
         self._observer = observer if observer is not None else NullObserver()
+        self._fetches = 0
         self._offers: dict[AttemptKey, Offer] = {}
         self._by_transfer: dict[int, Offer] = {}
         self._readers: dict[int, WorkerKey] = {}  # by stream
-        self._early: dict[AttemptKey, dict[int, float]] = {}  # stream -> when it has waited too long
+        self._early = EarlyReaders()
         self._ended: OrderedDict[AttemptKey, _Cause] = OrderedDict()
 
     @property
     def open(self) -> int:
-        """Offers that have not ended."""
+        """Offers that have not ended, fetched prefixes included."""
         return len(self._offers)
+
+    @property
+    def fetches(self) -> int:
+        """Cached prefixes that are held for readers."""
+        return self._fetches
 
     # --- from the worker ---
 
@@ -103,16 +100,10 @@ class OfferBook:
         was here already."""
         if attempt in self._offers or attempt in self._ended:
             raise ValueError(f"attempt {attempt} has been offered already")
-        transfer_id = new_transfer_id()
-        while transfer_id in self._by_transfer:
-            transfer_id = new_transfer_id()
-        offer = Offer.of(attempt, transfer_id, readers)
-        self._offers[attempt] = offer
-        self._by_transfer[transfer_id] = offer
-        for stream in self._early.pop(attempt, {}):
+        offer = self._open(attempt, readers, prefix=False)
+        for stream in self._early.take(attempt):
             self._attach(offer, stream)
-        self._on_count(len(self._offers))
-        return transfer_id
+        return offer.transfer_id
 
     def announce(
         self, now: float, attempt: AttemptKey, first_block: int, blocks: Blocks, length_tokens: int
@@ -177,13 +168,15 @@ class OfferBook:
             )
         if expired:
             self._observer.leases_expired(len(expired))
-        self._expire_early(now)
+        for attempt, stream in self._early.expire(now):
+            cause = (FailureReason.FAILURE_REASON_TRANSFER, "the prefill command did not come in time")
+            self._refuse(stream, attempt, cause)
 
     def next_wake(self) -> float | None:
         """When :meth:`tick` may have something to do; None if never."""
         times = [offer.expires_at for offer in self._offers.values() if offer.expires_at is not None]
-        times += [until for streams in self._early.values() for until in streams.values()]
-        return min(times, default=None)
+        early = self._early.next_expiry()
+        return min(times if early is None else (*times, early), default=None)
 
     # --- from readers ---
 
@@ -194,10 +187,7 @@ class OfferBook:
     def reader_closed(self, stream: int) -> None:
         """A reader's stream ended, which is the reader's death: its shares end."""
         self._readers.pop(stream, None)
-        for attempt, streams in list(self._early.items()):
-            streams.pop(stream, None)
-            if not streams:
-                del self._early[attempt]
+        self._early.drop_stream(stream)
         for offer in list(self._offers.values()):
             for part in offer.listening():
                 if part.stream == stream:
@@ -215,6 +205,8 @@ class OfferBook:
             self._on_renew(now, stream, reader, message.renew.transfer_ids)
         elif kind == "release":
             self._on_release(stream, reader, message.release)
+        elif kind == "fetch":
+            self._on_fetch(now, stream, reader, message.fetch)
         else:
             _log.warning("handoff_message_unexpected", reader=str(reader), kind=str(kind))
 
@@ -224,12 +216,40 @@ class OfferBook:
             self._attach(offer, stream)
         elif attempt in self._ended:
             self._refuse(stream, attempt, self._ended[attempt])
-        elif len(self._early) >= EARLY_MAX and attempt not in self._early:
+        elif not self._early.add(attempt, stream, now + self._lease_seconds):
             cause = (FailureReason.FAILURE_REASON_NO_CAPACITY, f"{EARLY_MAX} attempts are waited for already")
             self._refuse(stream, attempt, cause)
+
+    def _on_fetch(self, now: float, stream: int, reader: WorkerKey, fetch: handoff_pb2.Fetch) -> None:
+        """Pins what is cached here of the blocks that a reader asks for, and tells it in one ticket."""
+        key, raw = AttemptKey.of(fetch.id), fetch.block_hashes
+        if key in self._offers:
+            cause = (FailureReason.FAILURE_REASON_DUPLICATE, "a fetch of this name is open")
+        elif not raw or len(raw) % HASH_BYTES:
+            cause = (FailureReason.FAILURE_REASON_INVALID, f"{len(raw)} bytes of block hashes")
+        elif self._fetches >= FETCHES_MAX:
+            cause = (FailureReason.FAILURE_REASON_NO_CAPACITY, f"{FETCHES_MAX} fetches are open already")
         else:
-            # The router tells the prefill worker only after the reader has reserved, so this is the usual order.
-            self._early.setdefault(attempt, {}).setdefault(stream, now + self._lease_seconds)
+            hashes = np.frombuffer(raw, np.uint8).reshape(-1, HASH_BYTES)
+            # The references bridge the time until the pins hold.
+            blocks = self._pins.acquire_prefix(hashes)
+            try:
+                if len(blocks):
+                    self._offer_prefix(now, self._open(key, [reader], prefix=True), stream, fetch, blocks)
+                    return
+            finally:
+                self._pins.release(blocks)
+            cause = (FailureReason.FAILURE_REASON_NOT_CACHED, f"block {fetch.first_block} is not cached here")
+        self._refuse(stream, key, cause)
+
+    def _offer_prefix(
+        self, now: float, offer: Offer, stream: int, fetch: handoff_pb2.Fetch, blocks: Blocks
+    ) -> None:
+        self._attach(offer, stream)
+        length = (fetch.first_block + len(blocks)) * self._pins.block_tokens
+        ticket = self._ticket(now, offer, fetch.first_block, blocks, length)
+        offer.complete = True
+        self._tell(offer, handoff_pb2.ExchangeResponse(chunk_ready=ticket))
 
     def _on_renew(self, now: float, stream: int, reader: WorkerKey, transfer_ids: Sequence[int]) -> None:
         until = now + self._lease_seconds
@@ -254,10 +274,7 @@ class OfferBook:
         attempt = AttemptKey.of(release.id)
         offer = self._offers.get(attempt)
         part = offer.part(reader) if offer is not None else None
-        early = self._early.get(attempt, {}).pop(stream, None) is not None
-        if early and not self._early[attempt]:
-            del self._early[attempt]
-        known = early
+        known = self._early.drop(attempt, stream)
         if offer is not None and part is not None and not part.gone:
             # A reader that gave up before its first ticket does not know the id.
             known = release.transfer_id in (0, offer.transfer_id)
@@ -269,6 +286,17 @@ class OfferBook:
         self._message(stream, handoff_pb2.ExchangeResponse(released=released))
 
     # --- inside ---
+
+    def _open(self, attempt: AttemptKey, readers: Sequence[WorkerKey], *, prefix: bool) -> Offer:
+        transfer_id = new_transfer_id()
+        while transfer_id in self._by_transfer:
+            transfer_id = new_transfer_id()
+        offer = Offer.of(attempt, transfer_id, readers, prefix=prefix)
+        self._offers[attempt] = offer
+        self._by_transfer[transfer_id] = offer
+        self._fetches += prefix
+        self._on_count(len(self._offers))
+        return offer
 
     def _ticket(
         self, now: float, offer: Offer, first_block: int, blocks: Blocks, length_tokens: int
@@ -342,21 +370,16 @@ class OfferBook:
             if offer.pinned and not part.gone:
                 self._pins.unpin(offer.transfer_id, part.index)
             part.gone = True
+        self._on_count(len(self._offers))
+        if offer.prefix:
+            # No attempt of this worker stands behind it, and nobody expects it any more.
+            self._fetches -= 1
+            return
         self._ended[offer.attempt] = cause
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
-        self._on_count(len(self._offers))
         if end is not OfferEnd.FAILED:
             self._on_end(offer.attempt, end)
-
-    def _expire_early(self, now: float) -> None:
-        for attempt, streams in list(self._early.items()):
-            for stream in [stream for stream, until in streams.items() if until <= now]:
-                del streams[stream]
-                cause = (FailureReason.FAILURE_REASON_TRANSFER, "the prefill command did not come in time")
-                self._refuse(stream, attempt, cause)
-            if not streams:
-                del self._early[attempt]
 
     def _refuse(self, stream: int | None, attempt: AttemptKey, cause: _Cause) -> None:
         failed = handoff_pb2.TransferFailed(id=attempt.message(), reason=cause[0], detail=cause[1])

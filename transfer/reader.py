@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.transfer.base import AttemptKey, Blocks, NullObserver, TransferObserver
@@ -107,20 +110,35 @@ class PullManager:
         is known or ``local`` has another length.
         """
         self._now = now
-        if attempt in self._sessions:
-            raise ValueError(f"attempt {attempt} is expected already")
-        session = PullSession(
-            attempt,
-            owner,
-            shape,
-            local,
-            listener,
-            block_bytes=self._block_bytes,
-            digest=self._digest,
-            deadline_seconds=self._deadline_seconds,
-        )
-        self._sessions[attempt] = session
+        session = self._add(attempt, owner, shape, local, listener, self._deadline_seconds, prefix=False)
         self._send(owner, handoff_pb2.ExchangeRequest(expect=handoff_pb2.Expect(id=attempt.message())))
+        return session
+
+    def fetch(
+        self,
+        now: float,
+        key: AttemptKey,
+        owner: WorkerKey,
+        hashes: NDArray[np.uint8],
+        shape: PromptShape,
+        local: Blocks,
+        listener: PullListener,
+        *,
+        deadline_seconds: float,
+    ) -> PullSession:
+        """Asks for cached blocks, ``hashes`` uint8[shape.wanted_blocks, 16], to be pulled into ``local``.
+
+        ``shape`` is that of the prefix, ``key`` a name that no attempt has. The owner may hold fewer: see
+        :attr:`PullSession.announced_blocks`. What is not here after ``deadline_seconds`` fails. Raises ValueError as
+        :meth:`expect`.
+        """
+        self._now = now
+        session = self._add(key, owner, shape, local, listener, deadline_seconds, prefix=True)
+        session.expires_at = now + deadline_seconds
+        fetch = handoff_pb2.Fetch(
+            id=key.message(), block_hashes=hashes.tobytes(), first_block=shape.first_block
+        )
+        self._send(owner, handoff_pb2.ExchangeRequest(fetch=fetch))
         return session
 
     def abort(self, now: float, attempt: AttemptKey) -> bool:
@@ -158,6 +176,10 @@ class PullManager:
             if session.renew_at is not None and session.renew_at <= now:
                 session.renew_at = now + session.lease_seconds / RENEWALS_PER_LEASE
                 due.setdefault(session.owner, []).append(session.transfer_id)
+        for session in [
+            s for s in self._sessions.values() if s.expires_at is not None and s.expires_at <= now
+        ]:
+            self._end(session, HandoffFailure.of(HandoffFault.DEADLINE, "the owner did not deliver in time"))
         for owner, ids in due.items():
             self._send(owner, handoff_pb2.ExchangeRequest(renew=handoff_pb2.Renew(transfer_ids=ids)))
         for key, release in list(self._releases.items()):
@@ -167,6 +189,7 @@ class PullManager:
     def next_wake(self) -> float | None:
         """When :meth:`tick` has something to do; None if never."""
         times = [s.renew_at for s in self._sessions.values() if s.renew_at is not None]
+        times += [s.expires_at for s in self._sessions.values() if s.expires_at is not None]
         times += [release.again_at for release in self._releases.values()]
         return min(times, default=None)
 
@@ -211,6 +234,33 @@ class PullManager:
         else:
             self._settle(session)
 
+    def _add(
+        self,
+        key: AttemptKey,
+        owner: WorkerKey,
+        shape: PromptShape,
+        local: Blocks,
+        listener: PullListener,
+        deadline_seconds: float,
+        *,
+        prefix: bool,
+    ) -> PullSession:
+        if key in self._sessions:
+            raise ValueError(f"attempt {key} is expected already")
+        session = PullSession(
+            key,
+            owner,
+            shape,
+            local,
+            listener,
+            block_bytes=self._block_bytes,
+            digest=self._digest,
+            deadline_seconds=deadline_seconds,
+            prefix=prefix,
+        )
+        self._sessions[key] = session
+        return session
+
     def _parse(self, session: PullSession, message: handoff_pb2.Ticket) -> Ticket | HandoffFailure:
         if message.owner != worker_message(session.owner):
             detail = f"a ticket of {message.owner.name}@{message.owner.incarnation:016x} from {session.owner}"
@@ -237,7 +287,9 @@ class PullManager:
     def _on_failed(self, owner: WorkerKey, message: handoff_pb2.TransferFailed) -> None:
         session = self._sessions.get(AttemptKey.of(message.id))
         if session is not None and session.owner == owner:
-            self._end(session, HandoffFailure.of_owner(message.reason, message.detail))
+            # An owner that refuses a fetch holds nothing for it.
+            failure = HandoffFailure.of_owner(message.reason, message.detail)
+            self._end(session, failure, release=not session.prefix)
 
     def _on_lease_lost(self, owner: WorkerKey, transfer_ids: Sequence[int]) -> None:
         lost = set(transfer_ids)

@@ -8,6 +8,8 @@
 
 Tickets have to come in prompt order without a gap; anything else is a fault of the owner or of the way, and fails
 the hand-off. A pending failure beats a success that arrives later.
+
+The fetch of a cached prefix is the same with one ticket, which may hold fewer blocks than were asked for.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ class PullSession:
         block_bytes: int,
         digest: Digest | None,
         deadline_seconds: float,
+        prefix: bool = False,
     ) -> None:
+        """``prefix``: a fetch of cached blocks instead of a hand-off."""
         if len(local) != shape.wanted_blocks:
             raise ValueError(f"{len(local)} blocks for {shape.wanted_blocks} to pull")
         self.attempt = attempt
@@ -110,7 +114,9 @@ class PullSession:
         self.state = PullState.WAITING
         self.stats = PullStats()
         self.transfer_id = 0
+        self.prefix = prefix
         self.renew_at: float | None = None
+        self.expires_at: float | None = None  # when it has waited too long; None: its attempt knows
         self.lease_seconds = 0.0
         self.first_tokens: Sequence[worker_pb2.FirstToken] | None = None
         self._local = local
@@ -119,6 +125,11 @@ class PullSession:
         self._deadline_seconds = deadline_seconds
         self._next_block = shape.first_block
         self._live: list[_Chunk] = []  # pulls that are not fenced
+
+    @property
+    def announced_blocks(self) -> int:
+        """Blocks that the owner has offered so far; the first so many of the local ones are for them."""
+        return self._next_block - self.shape.first_block
 
     @property
     def unproven(self) -> int:
@@ -152,8 +163,12 @@ class PullSession:
         if ticket.first_block != self._next_block:
             detail = f"ticket starts at block {ticket.first_block}, block {self._next_block} is next"
             return HandoffFailure.of(HandoffFault.OUT_OF_ORDER, detail)
+        if self.prefix and not len(ticket.blocks):
+            return HandoffFailure.of(HandoffFault.SHORT, "a prefix without a block")
         self.transfer_id = ticket.transfer_id
         self._next_block = ticket.end_block
+        if self.prefix:
+            self.first_tokens = ()
         return None
 
     def finish(self, first_tokens: Sequence[worker_pb2.FirstToken]) -> HandoffFailure | None:

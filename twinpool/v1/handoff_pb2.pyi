@@ -244,6 +244,7 @@ class ExchangeRequest(_message.Message):
     EXPECT_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reader(self) -> _worker_pb2.WorkerId:
         """First message of the stream: who reads."""
@@ -260,6 +261,10 @@ class ExchangeRequest(_message.Message):
     def release(self) -> Global___Release:
         """The reader needs a transfer no more."""
 
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """The reader wants what the owner has cached."""
+
     def __init__(
         self,
         *,
@@ -267,12 +272,13 @@ class ExchangeRequest(_message.Message):
         expect: Global___Expect | None = ...,
         renew: Global___Renew | None = ...,
         release: Global___Release | None = ...,
+        fetch: Global___Fetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expect", b"expect", "message", b"message", "reader", b"reader", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expect", b"expect", "fetch", b"fetch", "message", b"message", "reader", b"reader", "release", b"release", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expect", b"expect", "message", b"message", "reader", b"reader", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expect", b"expect", "fetch", b"fetch", "message", b"message", "reader", b"reader", "release", b"release", "renew", b"renew"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reader", "expect", "renew", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reader", "expect", "renew", "release", "fetch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -301,6 +307,40 @@ class Expect(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Expect: _TypeAlias = Expect  # noqa: Y015
+
+@_typing.final
+class Fetch(_message.Message):
+    """Wants cached blocks. The answer is one ChunkReady with those that the owner holds, pinned as for a hand-off, or
+    TransferFailed (NOT_CACHED) if it does not hold the first of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    """16 bytes for each block, in the order of the prompt and without a gap."""
+    first_block: _builtins.int
+    """Index in the prompt of the first of them."""
+    @_builtins.property
+    def id(self) -> _worker_pb2.AttemptId:
+        """The reader's name for it, unlike that of any attempt; the answer and the release carry it."""
+
+    def __init__(
+        self,
+        *,
+        id: _worker_pb2.AttemptId | None = ...,
+        block_hashes: _builtins.bytes = ...,
+        first_block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_block", b"first_block", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
 
 @_typing.final
 class Renew(_message.Message):

@@ -71,6 +71,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """The deadline passed."""
     FAILURE_REASON_DUPLICATE: _FailureReason.ValueType  # 9
     """An attempt of this id is already running."""
+    FAILURE_REASON_NOT_CACHED: _FailureReason.ValueType  # 10
+    """The owner does not hold the prefix (any more); never fails an attempt."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why a leg did not succeed."""
@@ -95,6 +97,8 @@ FAILURE_REASON_DEADLINE: FailureReason.ValueType  # 8
 """The deadline passed."""
 FAILURE_REASON_DUPLICATE: FailureReason.ValueType  # 9
 """An attempt of this id is already running."""
+FAILURE_REASON_NOT_CACHED: FailureReason.ValueType  # 10
+"""The owner does not hold the prefix (any more); never fails an attempt."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
@@ -302,6 +306,38 @@ class DrawSpec(_message.Message):
 Global___DrawSpec: _TypeAlias = DrawSpec  # noqa: Y015
 
 @_typing.final
+class PrefixSource(_message.Message):
+    """A worker that is believed to hold the beginning of a prompt in its cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """Where its HandoffService listens."""
+    blocks: _builtins.int
+    """Leading full blocks of the prompt that it is believed to hold."""
+    @_builtins.property
+    def owner(self) -> Global___WorkerId:
+        """The worker."""
+
+    def __init__(
+        self,
+        *,
+        owner: Global___WorkerId | None = ...,
+        endpoint: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "endpoint", b"endpoint", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
 class PrefillCommand(_message.Message):
     """Computes a prompt, draws the first token, offers the KV to the reader."""
 
@@ -314,6 +350,7 @@ class PrefillCommand(_message.Message):
     READER_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     reader_cached_blocks: _builtins.int
     """Leading blocks that the reader already holds and will not read."""
     priority: _builtins.int
@@ -338,6 +375,10 @@ class PrefillCommand(_message.Message):
     def deadline(self) -> _duration_pb2.Duration:
         """What is left until the client's deadline; unset: none."""
 
+    @_builtins.property
+    def prefix(self) -> Global___PrefixSource:
+        """Pull this prefix first. Where that fails it is computed, and the attempt goes on."""
+
     def __init__(
         self,
         *,
@@ -348,10 +389,11 @@ class PrefillCommand(_message.Message):
         reader_cached_blocks: _builtins.int = ...,
         priority: _builtins.int = ...,
         deadline: _duration_pb2.Duration | None = ...,
+        prefix: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,6 +412,7 @@ class DecodeCommand(_message.Message):
     OWNER_ENDPOINT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
@@ -388,11 +431,17 @@ class DecodeCommand(_message.Message):
 
     @_builtins.property
     def owner(self) -> Global___WorkerId:
-        """The prefill worker that will offer the KV."""
+        """The prefill worker that will offer the KV; unset: the decode worker computes the prompt itself, and sends
+        Reserved, PrefillDone and HandoffDone for it.
+        """
 
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """What is left until the client's deadline; unset: none."""
+
+    @_builtins.property
+    def prefix(self) -> Global___PrefixSource:
+        """Pull this prefix first. Where that fails it is computed, and the attempt goes on."""
 
     def __init__(
         self,
@@ -404,10 +453,11 @@ class DecodeCommand(_message.Message):
         owner_endpoint: _builtins.str = ...,
         priority: _builtins.int = ...,
         deadline: _duration_pb2.Duration | None = ...,
+        prefix: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "priority", b"priority", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,6 +648,46 @@ class FirstToken(_message.Message):
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
+class PrefixFetched(_message.Message):
+    """How the pull of a prefix went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
+    WAIT_TIME_FIELD_NUMBER: _builtins.int
+    owner_blocks: _builtins.int
+    """Leading blocks of the prompt that the owner holds at most, as it said; unset if it did not say."""
+    failure: Global___FailureReason.ValueType
+    """Why nothing was pulled; unset on success."""
+    @_builtins.property
+    def stats(self) -> _inference_pb2.HandoffStats:
+        """Bytes and time of the reads."""
+
+    @_builtins.property
+    def wait_time(self) -> _duration_pb2.Duration:
+        """What the attempt waited for it."""
+
+    def __init__(
+        self,
+        *,
+        owner_blocks: _builtins.int | None = ...,
+        failure: Global___FailureReason.ValueType = ...,
+        stats: _inference_pb2.HandoffStats | None = ...,
+        wait_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_blocks", b"_owner_blocks", "owner_blocks", b"owner_blocks", "stats", b"stats", "wait_time", b"wait_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_blocks", b"_owner_blocks", "failure", b"failure", "owner_blocks", b"owner_blocks", "stats", b"stats", "wait_time", b"wait_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__owner_blocks: _TypeAlias = _typing.Literal["owner_blocks"]  # noqa: Y015
+    _WhichOneofArgType__owner_blocks: _TypeAlias = _typing.Literal["_owner_blocks", b"_owner_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_blocks) -> _WhichOneofReturnType__owner_blocks | None: ...
+
+Global___PrefixFetched: _TypeAlias = PrefixFetched  # noqa: Y015
+
+@_typing.final
 class PrefillDone(_message.Message):
     """Prefill is done."""
 
@@ -608,8 +698,9 @@ class PrefillDone(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_TIME_FIELD_NUMBER: _builtins.int
     COMPUTE_TIME_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens found in the prefill worker's cache."""
+    """Prompt tokens found in the prefill worker's cache, those that were pulled into it for this attempt included."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -626,6 +717,10 @@ class PrefillDone(_message.Message):
     def compute_time(self) -> _duration_pb2.Duration:
         """From the first chunk's start to the first token."""
 
+    @_builtins.property
+    def fetched(self) -> Global___PrefixFetched:
+        """Unset: no prefix was pulled, and none was tried."""
+
     def __init__(
         self,
         *,
@@ -634,10 +729,11 @@ class PrefillDone(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_time: _duration_pb2.Duration | None = ...,
         compute_time: _duration_pb2.Duration | None = ...,
+        fetched: Global___PrefixFetched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute_time", b"compute_time", "id", b"id", "queue_time", b"queue_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute_time", b"compute_time", "fetched", b"fetched", "id", b"id", "queue_time", b"queue_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_time", b"compute_time", "first_tokens", b"first_tokens", "id", b"id", "queue_time", b"queue_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_time", b"compute_time", "fetched", b"fetched", "first_tokens", b"first_tokens", "id", b"id", "queue_time", b"queue_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

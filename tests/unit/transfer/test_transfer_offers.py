@@ -9,8 +9,9 @@ import pytest
 from tests.support.handoff_world import LEASE_SECONDS, Owner, Reader, World
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey
+from twinpool.transfer.early import EARLY_MAX
 from twinpool.transfer.offer import OfferEnd
-from twinpool.transfer.owner import EARLY_MAX, OfferBook
+from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import RELEASE_RETRY_SECONDS, RELEASE_TRIES
 from twinpool.transfer.ticket import PromptShape
 from twinpool.v1 import handoff_pb2, worker_pb2
