@@ -23,6 +23,9 @@ class Stages:
         if name != self._name:
             self.done()
             self._name, self._since = name, time.monotonic()
+            if self._status is not None and not err.is_terminal:
+                # No spinner shows in a log: say what is under way before it is done.
+                err.print(f"… {name}")
         if self._status is not None:
             self._status.update(f"{name} [dim]{detail}[/]" if detail else name)
 
