@@ -181,6 +181,21 @@ WORKER_CANCEL_TIME = Histogram(
 WORKER_SESSIONS = Gauge("twinpool_worker_sessions", "Open sessions with routers.")
 WORKER_MODEL_LOAD_TIME = Gauge("twinpool_worker_model_load_seconds", "Time that loading the model took.")
 
+# --- worker: KV events and locality -------------------------------------------------------
+
+WORKER_KV_EVENT_BATCHES = Counter("twinpool_worker_kv_event_batches", "Batches of KV events published.")
+WORKER_KV_EVENT_REQUESTS = Counter(
+    "twinpool_worker_kv_event_requests",
+    "Requests for past events by kind: replay, snapshot, invalid.",
+    ["kind"],
+)
+WORKER_LOCALITY_WRITES = Counter(
+    "twinpool_worker_locality_writes",
+    "Writes of locality to etcd, by kind (base, delta, drop) and result.",
+    ["kind", "result"],
+)
+WORKER_LOCALITY_BYTES = Counter("twinpool_worker_locality_bytes", "Bytes of locality written to etcd.")
+
 # --- worker: hand-off and NIXL ------------------------------------------------------------
 
 NIXL_XFER_TIME = Histogram(

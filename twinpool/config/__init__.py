@@ -9,6 +9,7 @@ from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
     KVConfig,
+    KvEventsConfig,
     LogConfig,
     MetricsConfig,
     ModelSection,
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigError",
     "ControlSection",
     "KVConfig",
+    "KvEventsConfig",
     "LogConfig",
     "MetricsConfig",
     "ModelSection",

@@ -16,6 +16,7 @@ from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
     KVConfig,
+    KvEventsConfig,
     LogConfig,
     MetricsConfig,
     ModelSection,
@@ -48,6 +49,7 @@ class TwinpoolConfig(BaseSettings):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     model: ModelSection = Field(default_factory=ModelSection)
     kv: KVConfig = Field(default_factory=KVConfig)
+    kv_events: KvEventsConfig = Field(default_factory=KvEventsConfig)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     router: RouterSection = Field(default_factory=RouterSection)
@@ -102,6 +104,12 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
         and transfer.ucx_tls not in ("", "all")
     ):
         yield f"transfer.ucx_tls: {transfer.ucx_tls!r} lacks tcp, without which UCX makes no connection"
+    events = config.kv_events
+    if events.silence_seconds <= events.heartbeat_seconds:
+        yield (
+            f"kv_events.silence_seconds: {events.silence_seconds} is not above kv_events.heartbeat_seconds = "
+            f"{events.heartbeat_seconds}; a worker that is well would count as silent"
+        )
     wire = router.max_prompt_tokens * _WIRE_BYTES_PER_TOKEN + _WIRE_OVERHEAD_BYTES
     if wire > rpc.max_message_bytes:
         yield (

@@ -167,6 +167,47 @@ class WorkerSection(Section):
     )
 
 
+class KvEventsConfig(Section):
+    """How a worker tells what it caches."""
+
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=65534,
+        description="Port on which events are published over ZeroMQ; the next one answers who missed some. 0: two free ones.",
+    )
+    heartbeat_seconds: float = Field(
+        default=1.0,
+        ge=0.05,
+        le=60,
+        description="A worker that has no event to publish says so after this time, in seconds, so that silence means loss.",
+    )
+    replay_batches: int = Field(
+        default=10_000, ge=1, le=1 << 24, description="Batches of events kept for subscribers that missed some."
+    )
+    replay_bytes: int = Field(
+        default=16 * MiB, ge=1024, le=1 << 34, description="Most memory of those batches, in bytes."
+    )
+    segment_interval_seconds: float = Field(
+        default=1.0,
+        ge=0.5,
+        le=3600,
+        description="Time between two writes of locality to etcd, in seconds. At least 0.5: two writes a second a worker.",
+    )
+    silence_seconds: float = Field(
+        default=5.0,
+        ge=0.1,
+        le=3600,
+        description="A router that hears nothing of a worker for so long asks it, in seconds.",
+    )
+    resync_timeout_seconds: float = Field(
+        default=2.0,
+        ge=0.05,
+        le=600,
+        description="Longest wait for the next message of a replay or snapshot, in seconds.",
+    )
+
+
 class LogConfig(Section):
     """Logs on stderr."""
 

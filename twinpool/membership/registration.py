@@ -43,12 +43,18 @@ class Registration:
         self._taken = False
         self._superseded = False
         self._registered = threading.Event()
+        self._lease_id = 0
         self._keeper = LeaseKeeper(store, ttl_seconds, self, name="registration")
 
     @property
     def registered(self) -> bool:
         """Whether the record is in etcd, as far as is known here."""
         return self._registered.is_set()
+
+    @property
+    def lease_id(self) -> int:
+        """The lease that the record is under, for whatever else shall vanish with it; 0: there is none now."""
+        return self._lease_id
 
     @property
     def superseded(self) -> bool:
@@ -90,6 +96,7 @@ class Registration:
             value = self._value
         item = self._store.get(self._key)
         if item is not None and item.lease_id == lease.id and item.value == value:
+            self._lease_id = lease.id
             self._set(True)
             return
         own = incarnation_of(value, type(self._record))
@@ -108,6 +115,7 @@ class Registration:
                 self._keeper.nudge()
                 return
             self._taken = True
+            self._lease_id = lease.id
             self._set(True)
             return
         self._superseded = True
@@ -123,6 +131,8 @@ class Registration:
 
     def _set(self, registered: bool) -> None:
         metrics.MEMBERSHIP_REGISTERED.set(int(registered))
+        if not registered:
+            self._lease_id = 0
         if registered == self._registered.is_set():
             return
         if registered:

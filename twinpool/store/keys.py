@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinpool.ids import is_name
+from twinpool.ids import WorkerKey, from_hex64, is_name, to_hex64
 
 ROOT = "/twinpool/v1"
 
@@ -83,6 +83,22 @@ class Keys:
     def locality(self, worker: str | None = None) -> str:
         """Prefix of the locality segments, of one worker or of all."""
         return f"{self.root}locality/" if worker is None else f"{self.root}locality/{_part(worker)}/"
+
+    def locality_generation(self, worker: str, incarnation: int, generation: int) -> str:
+        """Prefix of one generation of a worker's locality segments."""
+        return f"{self.locality(worker)}{to_hex64(incarnation)}/{generation:08x}/"
+
+    def locality_segment(self, worker: str, incarnation: int, generation: int, segment: str) -> str:
+        """Key of one locality segment."""
+        return f"{self.locality_generation(worker, incarnation, generation)}{_part(segment)}"
+
+    def parse_locality(self, key: str) -> WorkerKey:
+        """Whose segment a key is. Raises ValueError for any other key."""
+        prefix = self.locality()
+        parts = key.removeprefix(prefix).split("/")
+        if not key.startswith(prefix) or len(parts) != 4:
+            raise ValueError(f"{key!r} is not the key of a locality segment")
+        return WorkerKey(parts[0], from_hex64(parts[1]))
 
     def leader(self, name: str) -> str:
         """Key that the holder of a leadership owns, for instance "controller"."""

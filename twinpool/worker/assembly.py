@@ -15,6 +15,8 @@ from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import PullManager
 from twinpool.transfer.session import ReadPort
 from twinpool.v1 import handoff_pb2 as handoff
+from twinpool.worker.kv_events.shadow import RawEvent
+from twinpool.worker.kv_events.tap import CacheTap
 from twinpool.worker.load import LoadReporter
 from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox, Receiver
@@ -28,7 +30,8 @@ class Surroundings:
     """What the step thread's side of a worker stands among.
 
     ``port`` reads blocks; ``receiver`` takes messages on the asyncio thread, which runs what ``post`` is given;
-    ``on_offers`` is told how many offers are open, ``on_fatal`` why the loop gave up.
+    ``on_offers`` is told how many offers are open, ``on_fatal`` why the loop gave up, ``on_cache_events`` what
+    the cache holds from now on and what not any more.
     """
 
     port: ReadPort
@@ -37,6 +40,7 @@ class Surroundings:
     observer: TransferObserver
     on_offers: Callable[[int], None]
     on_fatal: Callable[[str], None]
+    on_cache_events: Callable[[list[RawEvent]], None] | None = None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -69,6 +73,7 @@ def assemble(
         meters=Meters(parts),
         poison_freed=config.kv.poison_freed,
         on_fatal=around.on_fatal,
+        tap=CacheTap(stack.blocks, around.on_cache_events) if around.on_cache_events else None,
         clock=around.clock,
     )
     return Assembly(parts, loop)

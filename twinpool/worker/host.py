@@ -28,6 +28,7 @@ from twinpool.store import Store, connect_store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.control_pb2 import WorkerRecord, WorkerState
 from twinpool.worker.commands import worker_id
+from twinpool.worker.kv_events import EventPublisher, SegmentWriter
 from twinpool.worker.serving import Serving
 from twinpool.worker.stack import EngineStack, Facts, build_stack, describe
 
@@ -38,6 +39,9 @@ STREAM_GRACE_SECONDS: Final = 1.0
 
 STUCK_SECONDS: Final = 30.0
 """A step loop that has not turned for so long is stuck: no step takes that long, and an idle loop turns every second."""
+
+SEGMENT_STOP_SECONDS: Final = 5.0
+"""Longest wait for a write to etcd that is under way when the worker stops."""
 
 WATCH_SECONDS: Final = 1.0
 """Time between two looks at the step loop."""
@@ -73,6 +77,8 @@ class WorkerHost:
         self._watchdog: asyncio.Task[None] | None = None
         self._store: Store | None = None
         self._registration: Registration | None = None
+        self._events: EventPublisher | None = None
+        self._segments: SegmentWriter | None = None
 
     async def start(self) -> None:
         """Returns when the worker is ready. Raises TwinpoolError (CheckpointError, ConfigError ...) or TransferError, and
@@ -131,19 +137,34 @@ class WorkerHost:
             self.metrics_endpoint = rpc.join_address(config.metrics.host, metrics_port)
         log.info("worker_starting", worker=str(self.key), role=self._role_name, endpoint=self.endpoint)
         facts = await asyncio.to_thread(describe, config)
+        self._events = EventPublisher(config.kv_events, self.key, facts.served_name, config.kv.block_tokens)
+        self._events.open(config.worker.host)
         self._store = await asyncio.to_thread(connect_store, config.cluster)
         stack = await self._load(facts, self._store)
-        self._serving = Serving(config, self._role_name, self.key, stack)
+        self._serving = Serving(config, self._role_name, self.key, stack, self._events.publish)
         self._serving.failed.add_done_callback(lambda failed: self._fail(Failure(failed.result())))
         await self._serving.start(self._server)
         await self._server.start()
         await self._server.set_serving(True)
         assert self._registration is not None
+        self._start_events(self._events, self._store, self._registration)
         self._registration.update_state(WorkerState.WORKER_STATE_READY)
         self.ready = True
         self._watchdog = asyncio.create_task(self._watch(self._server, self._serving), name="watchdog")
         seconds = round(time.monotonic() - started, 2)
         log.info("worker_ready", worker=str(self.key), endpoint=self.endpoint, seconds=seconds)
+
+    def _start_events(self, events: EventPublisher, store: Store, registration: Registration) -> None:
+        events.start()
+        self._segments = SegmentWriter(
+            store,
+            self._config.cluster.name,
+            self.key,
+            events,
+            lambda: registration.lease_id,
+            self._config.kv_events.segment_interval_seconds,
+        )
+        self._segments.start()
 
     async def _load(self, facts: Facts, store: Store) -> EngineStack:
         """Loads in a thread. The record is made as soon as the checkpoint's headers are known to be good: a worker
@@ -198,6 +219,8 @@ class WorkerHost:
             model_path=str(Path(config.model.path).resolve()),
             pid=os.getpid(),
             started_at=started_at,
+            events_endpoint=self._events.events_endpoint if self._events is not None else "",
+            replay_endpoint=self._events.replay_endpoint if self._events is not None else "",
         )
 
         def on_superseded() -> None:
@@ -236,6 +259,9 @@ class WorkerHost:
 
     async def _close(self) -> None:
         """Ends what there is, each part even if another one fails: first what others see, last what it stands on."""
+        if self._segments is not None:
+            # Before the lease ends, so that no segment is left without one.
+            await _quietly("segments", asyncio.to_thread(self._segments.stop, SEGMENT_STOP_SECONDS))
         if self._registration is not None:
             await _quietly("registration", self._registration.stop())
         if self._serving is not None:
@@ -244,9 +270,12 @@ class WorkerHost:
             await _quietly("server", self._server.stop(STREAM_GRACE_SECONDS))
         if self._serving is not None:
             await _quietly("threads", self._serving.stop())
+        if self._events is not None:
+            await _quietly("events", asyncio.to_thread(self._events.close))
         if self._store is not None:
             await _quietly("store", asyncio.to_thread(self._store.close))
         self._registration = self._serving = self._server = self._store = None
+        self._events = self._segments = None
 
 
 async def _quietly(part: str, ending: Awaitable[object]) -> None:

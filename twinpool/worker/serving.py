@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Final
 
 from twinpool import rpc
@@ -17,6 +18,7 @@ from twinpool.worker.assembly import Surroundings, assemble
 from twinpool.worker.handoff_client import OwnerLinks
 from twinpool.worker.handoff_server import HandoffService
 from twinpool.worker.inspect import Inspector
+from twinpool.worker.kv_events.shadow import RawEvent
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.session import WorkerService
 from twinpool.worker.stack import EngineStack
@@ -31,7 +33,15 @@ log = get_logger(__name__)
 class Serving:
     """Made and used on one event loop. ``failed`` is set to the reason if it can't go on by itself."""
 
-    def __init__(self, config: TwinpoolConfig, role_name: str, worker: WorkerKey, stack: EngineStack) -> None:
+    def __init__(
+        self,
+        config: TwinpoolConfig,
+        role_name: str,
+        worker: WorkerKey,
+        stack: EngineStack,
+        on_cache_events: Callable[[list[RawEvent]], None] | None = None,
+    ) -> None:
+        """``on_cache_events``: see ``Surroundings``."""
         self._config = config
         self._role_name = role_name
         self._worker = worker
@@ -55,6 +65,7 @@ class Serving:
             observer=self._observer,
             on_offers=self._transfer.set_offers,
             on_fatal=self._on_fatal,
+            on_cache_events=on_cache_events,
         )
         self._assembly = assemble(config, role_name, worker, stack, around)
         self._loop: StepLoop = self._assembly.loop

@@ -21,7 +21,9 @@ from twinpool.v1 import worker_pb2_grpc
 from twinpool.worker.commands import (
     CancelWork,
     CommandError,
+    DecodeWork,
     Limits,
+    PrefillWork,
     attempt_of,
     parse_command,
     worker_id,
@@ -176,7 +178,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if isinstance(work, CancelWork):
             self._loop.post(partial(self._cancel, session.number, work, time.monotonic()))
         else:
-            self._loop.post(partial(self._loop.role.on_work, session.number, work))
+            self._loop.post(partial(self._work, session.number, work))
+
+    def _work(self, number: int, work: PrefillWork | DecodeWork) -> None:
+        """On the step thread."""
+        if self._loop.tap is not None:
+            self._loop.tap.saw_root(work.prompt.root)
+        self._loop.role.on_work(number, work)
 
     def _cancel(self, number: int, work: CancelWork, arrived: float) -> None:
         """On the step thread: a cancel is answered in the call, so its time is the wait for the running step."""

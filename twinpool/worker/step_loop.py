@@ -21,6 +21,7 @@ from twinpool._core import BlockManager, StepPlan, StepScheduler
 from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.logs import get_logger
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.kv_events.tap import CacheTap
 from twinpool.worker.load import LoadReporter
 from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox
@@ -82,10 +83,12 @@ class StepLoop:
         meters: Meters,
         poison_freed: bool,
         on_fatal: Callable[[str], None],
+        tap: CacheTap | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_fatal`` is called on the step thread, once, with why it gave up."""
+        """``on_fatal`` is called on the step thread, once, with why it gave up. ``tap`` takes the cache's events."""
         self.role = role
+        self.tap = tap
         self.load = load
         self._meters = meters
         self._scheduler = scheduler
@@ -210,6 +213,8 @@ class StepLoop:
         self._outbox.flush()
         worked = self._step(now)
         self._poison()
+        if self.tap is not None:
+            self.tap.drain()
         self._outbox.flush()
         if self._quiet and not self.role.requests:
             done, self._quiet = self._quiet, []

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a worker caches from its segments in etcd. See ``LocalitySegment`` in the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from twinpool.kv_events.hashes import HASH_BYTES, digest, join, split
+from twinpool.v1.locality_pb2 import LocalitySegment
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """A worker's whole set as of a number of its event stream: all batches before ``next_sequence`` are in it.
+
+    ``hashes``: 16 bytes each, in no particular order.
+    """
+
+    hashes: bytes
+    next_sequence: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the set."""
+        return len(self.hashes) // HASH_BYTES
+
+
+def read_state(values: Iterable[bytes], incarnation: int) -> CacheState | None:
+    """The newest state that the segments of one incarnation tell; None if no generation is complete or none is sound.
+
+    Values that can't be read count as missing: a reader falls back to an older state, and then to the worker itself.
+    """
+    generations: dict[int, list[LocalitySegment]] = {}
+    for value in values:
+        segment = _parse(value, incarnation)
+        if segment is not None:
+            generations.setdefault(segment.generation, []).append(segment)
+    for number in sorted(generations, reverse=True):
+        state = _fold(generations[number])
+        if state is not None:
+            return state
+    return None
+
+
+def _parse(value: bytes, incarnation: int) -> LocalitySegment | None:
+    try:
+        segment = LocalitySegment.FromString(value)
+    except DecodeError:
+        return None
+    sound = segment.incarnation == incarnation and not (
+        len(segment.stored) % HASH_BYTES or len(segment.removed) % HASH_BYTES
+    )
+    return segment if sound else None
+
+
+def _fold(segments: list[LocalitySegment]) -> CacheState | None:
+    """A generation's bases, then its deltas as far as they join without a gap."""
+    bases = {segment.part: segment for segment in segments if segment.parts}
+    if not bases:
+        return None
+    first = next(iter(bases.values()))
+    if set(bases) != set(range(first.parts)):
+        return None
+    raw = join(bases[part].stored for part in range(first.parts))
+    if len(raw) // HASH_BYTES != first.blocks or digest(raw) != first.digest:
+        return None
+    state = CacheState(raw, first.next_sequence)
+    deltas = sorted((segment for segment in segments if not segment.parts), key=lambda delta: delta.part)
+    return _apply(state, deltas)
+
+
+def _apply(state: CacheState, deltas: list[LocalitySegment]) -> CacheState:
+    if not deltas:
+        return state
+    held = dict.fromkeys(split(state.hashes))
+    good, sequence = state, state.next_sequence
+    for delta in deltas:
+        if delta.from_sequence != sequence:
+            break
+        for name in split(delta.removed):
+            held.pop(name, None)
+        held.update(dict.fromkeys(split(delta.stored)))
+        sequence = delta.next_sequence
+    raw = join(held)
+    last = next((delta for delta in reversed(deltas) if delta.next_sequence == sequence), None)
+    if last is not None and (len(held) != last.blocks or digest(raw) != last.digest):
+        # Something in between is not what was written: the base alone is known to be good.
+        return good
+    return CacheState(raw, sequence)
