@@ -38,6 +38,8 @@ class ReadFaults:
     """The read ends in this state, whatever really became of it."""
     delay_seconds: dict[int, float] = field(default_factory=dict)
     """The bytes move only so long after the post. They do move, also if the caller has given up."""
+    hold: set[int] = field(default_factory=set)
+    """The bytes move only once the number is taken out."""
     after: dict[int, Callable[[], object]] = field(default_factory=dict)
     """Called when the read is done, before anyone learns of it: the place to reuse a block at the owner."""
 
@@ -65,6 +67,11 @@ class ShimAgent:
         self.generation_reads = 0
         self._clock = clock
         self._delayed: list[_ShimRead] = []
+
+    @property
+    def delayed(self) -> int:
+        """Reads whose bytes have yet to move."""
+        return len(self._delayed)
 
     @property
     def descriptor(self) -> PeerDescriptor:
@@ -125,15 +132,18 @@ class ShimAgent:
         if number in faults.refuse:
             raise TransferError(faults.refuse[number], f"the shim refuses read {number}")
         read = _ShimRead(number, faults, self._clock() + faults.delay_seconds.get(number, 0.0), post)
-        if read.due <= self._clock():
+        if self._is_due(read):
             read.real = post()
         else:
             self._delayed.append(read)
         return read
 
+    def _is_due(self, read: _ShimRead) -> bool:
+        return read.due <= self._clock() and read.number not in read.faults.hold
+
     def _post_due(self) -> None:
         """Moves the bytes of delayed reads, whether or not anyone still asks for them."""
-        for read in [read for read in self._delayed if read.due <= self._clock()]:
+        for read in [read for read in self._delayed if self._is_due(read)]:
             self._delayed.remove(read)
             try:
                 read.real = read.post()

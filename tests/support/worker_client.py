@@ -74,8 +74,9 @@ def start_worker(
     store: str,
     directory: Path,
     settings: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> WorkerProcess:
-    """Starts a process; it is not ready yet. Small poisoned pools, digests on."""
+    """Starts a process; it is not ready yet. Small poisoned pools, digests on. ``environment`` is added to this one's."""
     overrides: dict[str, object] = {
         "cluster.name": "test",
         "cluster.etcd_endpoints": store,
@@ -92,9 +93,8 @@ def start_worker(
         "log.format": "json",
     }
     config = load_config(None, overrides | dict(settings or {}), env={})
-    env = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")} | to_env(
-        config
-    )
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
+    env |= to_env(config) | dict(environment or {})
     log = directory / f"{name}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -105,6 +105,29 @@ def start_worker(
             start_new_session=True,
         )
     return WorkerProcess(name, role, config, log, process)
+
+
+def start_router(
+    model: Path, store: str, directory: Path, settings: Mapping[str, object] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a router process; it is not ready yet. It logs to ``router.log``."""
+    overrides: dict[str, object] = {
+        "cluster.name": "test",
+        "cluster.etcd_endpoints": store,
+        "model.path": str(model),
+        "router.name": "router-0",
+        "log.format": "json",
+    }
+    config = load_config(None, overrides | dict(settings or {}), env={})
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
+    with (directory / "router.log").open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-c", _ENTRY, "router"],
+            env=env | to_env(config),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 async def wait_ready(store: Store, worker: WorkerProcess, seconds: float = START_SECONDS) -> WorkerRecord:

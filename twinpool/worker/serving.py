@@ -20,6 +20,7 @@ from twinpool.worker.handoff_server import HandoffService
 from twinpool.worker.inspect import Inspector
 from twinpool.worker.kv_events.shadow import RawEvent
 from twinpool.worker.observer import WorkerObserver
+from twinpool.worker.seam import seam_of
 from twinpool.worker.session import WorkerService
 from twinpool.worker.stack import EngineStack
 from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
@@ -49,9 +50,10 @@ class Serving:
         self._aio = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = self._aio.create_future()
         self._observer = WorkerObserver()
-        transfer = config.transfer
+        transfer, seam = config.transfer, seam_of(worker)
+        make_agent = agent_factory(transfer, worker, stack)
         self._transfer = TransferThread(
-            agent_factory(transfer, worker, stack),
+            lambda: seam.agent(make_agent()),
             dispatch=lambda callback: self._loop.post(callback),
             observer=self._observer,
             poll_seconds=transfer.poll_microseconds / 1e6,
@@ -60,7 +62,7 @@ class Serving:
         )
         around = Surroundings(
             port=self._transfer,
-            receiver=self,
+            receiver=seam.receiver(self),
             post=self._aio.call_soon_threadsafe,
             observer=self._observer,
             on_offers=self._transfer.set_offers,
