@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the Hopper MLA decode kernel; what it is not made for goes to the portable kernel."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kernels import triton_launch
+from twinpool.engine.kernels.gluon_mla_decode import mla_decode
+from twinpool.engine.kernels.operations import AttentionResult
+from twinpool.engine.kernels.triton_merge import merge
+
+LATENT, WIDTH, PAGE, ROWS = 512, 576, 64, 64
+MAX_GROUPS = 8
+"""Runs of 64 query rows of a sequence that are worth their own blocks; longer queries are prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How the kernel is built. See docs/kernels.md for what each got.
+
+    ``lean`` keeps most of the query in registers, which makes room for a third page. ``late`` holds a page's product
+    back until the next page's scores are done. ``early`` publishes the rescale factors before the weights. ``pdl``
+    overlaps the launches of split and merge.
+    """
+
+    lean: bool = True
+    late: bool = True
+    early: bool = True
+    pdl: bool = True
+
+
+MANY_ROWS = Variant()
+FEW_ROWS = Variant()
+
+
+def supports(query: Tensor, pages: Tensor, batch: AttentionBatch, latent_dim: int) -> bool:
+    """Whether the kernel is made for these operands."""
+    return (
+        query.dtype == pages.dtype == torch.bfloat16
+        and latent_dim == LATENT
+        and query.shape[-1] == WIDTH
+        and batch.block_tokens == PAGE
+        and pages.stride(0) % WIDTH == 0
+        and pages.data_ptr() % 16 == 0
+        and triton_launch.most_rows(batch, query.shape[1]) <= MAX_GROUPS * ROWS
+    )
+
+
+def descriptors(pages: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """``pages [blocks, 64, 576]`` of any block stride as rows of one matrix, for half pages and for rotary columns."""
+    rows = (pages.shape[0] - 1) * (pages.stride(0) // WIDTH) + PAGE
+
+    def describe(columns: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for([PAGE, columns], gl.bfloat16)
+        return TensorDescriptor(pages, [rows, WIDTH], [WIDTH, 1], [PAGE, columns], layout)
+
+    return describe(256), describe(64)
+
+
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    batch: AttentionBatch,
+    output: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    variant: Variant | None = None,
+) -> None:
+    """Fills ``output [T, heads, 512]`` and ``lse [T, heads]`` for operands that ``supports`` accepts."""
+    heads = query.shape[1]
+    largest = triton_launch.most_rows(batch, heads)
+    groups = triton.cdiv(largest, ROWS)
+    built = variant or (MANY_ROWS if largest > ROWS else FEW_ROWS)
+    blocks = max(triton_launch.device_of(query).processors // groups, 1)
+    schedule = triton_launch.schedule_of(batch, blocks)
+    part, part_lse = triton_launch.parts_of(batch, blocks, largest, LATENT)
+    kv_desc, rope_desc = descriptors(pages)
+    options = {"launch_pdl": True} if built.pdl else {}
+    mla_decode[(blocks * groups,)](
+        kv_desc, rope_desc, query, batch.block_table, batch.context, batch.q_start, schedule.plan, output,
+        part_lse if lse is None else lse, part, part_lse,
+        scale * triton_launch.LOG2_E, batch.block_table.stride(0), pages.stride(0) // WIDTH, blocks, part.shape[1],
+        HEADS=heads, GROUPS=groups, MULTI=batch.num_tokens > batch.num_sequences, WITH_LSE=lse is not None,
+        LEAN=built.lean, EARLY=built.early, LATE=built.late, PDL=built.pdl, num_warps=4, **options,
+    )  # fmt: skip
+    if blocks > 1:
+        merge(part, part_lse, schedule, batch.q_start, output, lse, heads=heads, rows=largest, pdl=built.pdl)
+
+
+def mla_paged_attention(
+    query: Tensor,
+    pages: Tensor,
+    batch: AttentionBatch,
+    *,
+    latent_dim: int,
+    scale: float,
+    score_from: int = 0,
+    with_lse: bool = False,
+) -> AttentionResult:
+    """See ``operations.MlaPagedAttention``."""
+    query = triton_launch.check(query, pages, scale)
+    total, heads, _ = query.shape
+    output = query.new_empty(total, heads, latent_dim)
+    lse = torch.empty(total, heads, dtype=torch.float32, device=query.device) if with_lse else None
+    for first, last in ((0, batch.num_decodes), (batch.num_decodes, batch.num_sequences)):
+        if first < last:
+            rows = slice(int(batch.host_q_start[first]), int(batch.host_q_start[last]))
+            some = batch.select(first, last)
+            if some.num_tokens:
+                launch = attend if supports(query, pages, some, latent_dim) else triton_launch.attend
+                launch(query[rows], pages, some, output[rows], None if lse is None else lse[rows], scale=scale)
+    return AttentionResult(output, lse)
