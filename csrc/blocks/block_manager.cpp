@@ -13,6 +13,7 @@ namespace {
 
 /// How far ahead of a walk along hashes the map's memory is asked for.
 constexpr std::size_t prefetch_distance = 8;
+constexpr std::int64_t block_tokens_limit = 1'048'576;
 
 std::size_t checked_count(std::int64_t value, std::int64_t limit, const char* name) {
   require(value >= 1 && value <= limit, [&] {
@@ -25,7 +26,7 @@ std::size_t checked_count(std::int64_t value, std::int64_t limit, const char* na
 
 BlockManager::BlockManager(std::int64_t num_blocks, std::int64_t block_tokens, std::span<std::uint64_t> generations)
     : blocks_(checked_count(num_blocks, std::numeric_limits<BlockId>::max(), "num_blocks")),
-      block_tokens_(checked_count(block_tokens, std::int64_t{1} << 20, "block_tokens")),
+      block_tokens_(checked_count(block_tokens, block_tokens_limit, "block_tokens")),
       generations_(generations),
       free_(blocks_),
       cached_(blocks_),
@@ -52,7 +53,7 @@ std::size_t BlockManager::lookup(std::span<const Hash128> hashes) const {
 }
 
 std::size_t BlockManager::acquire_prefix(std::span<const Hash128> hashes, std::vector<BlockId>& out) {
-  return *acquire(hashes, 0, 0, out);
+  return acquire(hashes, 0, 0, out).value_or(0);
 }
 
 bool BlockManager::allocate(std::size_t count, std::vector<BlockId>& out) {

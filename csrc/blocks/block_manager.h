@@ -24,6 +24,7 @@ class BlockManager {
   BlockManager(std::int64_t num_blocks, std::int64_t block_tokens, std::span<std::uint64_t> generations);
   BlockManager(const BlockManager&) = delete;
   BlockManager& operator=(const BlockManager&) = delete;
+  ~BlockManager() = default;
 
   [[nodiscard]] std::size_t num_blocks() const noexcept { return blocks_.size(); }
   [[nodiscard]] std::size_t block_tokens() const noexcept { return block_tokens_; }

@@ -28,34 +28,24 @@ void append_field(std::vector<std::uint8_t>& message, Field field, std::span<con
   message.insert(message.end(), value.begin(), value.end());
 }
 
-/// The message of one block, laid out once; each block overwrites parent and tokens, so a digest is one update.
+/// The message of one block; each block overwrites parent and tokens.
 class BlockMessage {
  public:
   explicit BlockMessage(std::size_t block_tokens)
-      : length_(head_bytes + block_tokens * sizeof(std::int32_t)) {
-    if (length_ > inline_.size()) {
-      heap_.resize(length_);
-      data_ = heap_.data();
-    }
-    std::memcpy(data_, block_tag.data(), block_tag.size());
+      : token_bytes_(block_tokens * sizeof(std::int32_t)),
+        message_(head_bytes + token_bytes_) {
+    std::memcpy(message_.data(), block_tag.data(), block_tag.size());
   }
-  BlockMessage(const BlockMessage&) = delete;
-  BlockMessage& operator=(const BlockMessage&) = delete;
 
-  Hash128 digest(Sha256& sha, const Hash128& parent, const std::int32_t* tokens) {
-    std::memcpy(data_ + block_tag.size(), parent.bytes.data(), Hash128::size);
-    std::memcpy(data_ + head_bytes, tokens, length_ - head_bytes);
-    sha.digest({data_, length_}, digest_);
-    return Hash128::from_bytes(digest_.data());
+  Hash128 digest(const Hash128& parent, const std::int32_t* tokens) {
+    std::memcpy(message_.data() + block_tag.size(), parent.bytes.data(), Hash128::size);
+    std::memcpy(message_.data() + head_bytes, tokens, token_bytes_);
+    return message_.digest();
   }
 
  private:
-  std::size_t length_;
-  // Blocks of up to 128 tokens, the largest the design allows, need no heap.
-  std::array<std::uint8_t, head_bytes + 128 * sizeof(std::int32_t)> inline_{};
-  std::vector<std::uint8_t> heap_;
-  std::uint8_t* data_ = inline_.data();
-  Sha256::Digest digest_{};
+  std::size_t token_bytes_;
+  Sha256Message message_;
 };
 
 }  // namespace
@@ -80,13 +70,11 @@ Hash128 root_hash(const Namespace& fields) {
   if (fields.adapter) {
     append_field(message, Field::adapter, *fields.adapter);
   }
-  Sha256::Digest digest{};
-  Sha256::local().digest(message, digest);
-  return Hash128::from_bytes(digest.data());
+  return sha256_128(message);
 }
 
 Hash128 block_hash(const Hash128& parent, std::span<const std::int32_t> tokens) {
-  return BlockMessage(tokens.size()).digest(Sha256::local(), parent, tokens.data());
+  return BlockMessage(tokens.size()).digest(parent, tokens.data());
 }
 
 void hash_blocks(Hash128 parent, std::span<const std::int32_t> tokens, std::size_t block_tokens,
@@ -97,9 +85,8 @@ void hash_blocks(Hash128 parent, std::span<const std::int32_t> tokens, std::size
     out.reserve(count);  // else it grows by itself: an exact reserve for every block would copy it every time
   }
   BlockMessage message(block_tokens);
-  Sha256& sha = Sha256::local();
   for (std::size_t i = 0; i < count; ++i) {
-    parent = message.digest(sha, parent, tokens.data() + i * block_tokens);
+    parent = message.digest(parent, tokens.data() + i * block_tokens);
     out.push_back(parent);
   }
 }

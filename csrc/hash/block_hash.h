@@ -29,8 +29,8 @@ Hash128 root_hash(const Namespace& fields);
 /// Hash of one full block whose predecessor (or root) is ``parent``.
 Hash128 block_hash(const Hash128& parent, std::span<const std::int32_t> tokens);
 
-/// Chained hashes of the full blocks of ``tokens``; appends to ``out``. A partial last block has none. The parent comes by
-/// value: it may be the last of ``out``.
+/// Chained hashes of the full blocks of ``tokens``; appends to ``out``. A partial last block has none. The parent comes
+/// by value: it may be the last of ``out``.
 void hash_blocks(Hash128 parent, std::span<const std::int32_t> tokens, std::size_t block_tokens,
                  std::vector<Hash128>& out);
 

@@ -7,6 +7,9 @@ namespace twinpool {
 
 namespace {
 
+constexpr std::int64_t seats_limit = 65'536;
+constexpr std::int64_t tokens_limit = 16'777'216;
+
 void require_range(const char* field, std::int64_t value, std::int64_t least, std::int64_t most) {
   require(value >= least && value <= most, [&] {
     return std::string(field) + " is " + std::to_string(value) + "; allowed are " + std::to_string(least) + " to " +
@@ -17,9 +20,9 @@ void require_range(const char* field, std::int64_t value, std::int64_t least, st
 }  // namespace
 
 void SchedulerConfig::validate() const {
-  require_range("max_num_seqs", max_num_seqs, 1, 1 << 16);
-  require_range("max_batched_tokens", max_batched_tokens, max_num_seqs, 1 << 24);
-  require_range("max_chunk_tokens", max_chunk_tokens, 1, 1 << 24);
+  require_range("max_num_seqs", max_num_seqs, 1, seats_limit);
+  require_range("max_batched_tokens", max_batched_tokens, max_num_seqs, tokens_limit);
+  require_range("max_chunk_tokens", max_chunk_tokens, 1, tokens_limit);
   require(policy == "fcfs" || policy == "priority",
           [&] { return "policy is \"" + policy + "\"; allowed are \"fcfs\" and \"priority\""; });
 }

@@ -66,6 +66,8 @@ struct Sequence {
   std::int32_t first_token = 0;   ///< of a fork that is still reserved
 
   [[nodiscard]] std::size_t left() const noexcept { return tokens.size() - computed; }
+  /// The planned step computes its newest token and so samples the next.
+  [[nodiscard]] bool samples() const noexcept { return query == left(); }
   [[nodiscard]] std::size_t outputs() const noexcept { return tokens.size() - prompt_tokens; }
 };
 

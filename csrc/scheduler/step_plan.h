@@ -14,7 +14,8 @@ namespace twinpool {
 /// What the next step runs, as flat arrays; see twinpool/_core.pyi. ``table`` is the scheduler's own: its first
 /// seq.size() rows are this plan's until the plan is advanced or aborted.
 struct StepPlan {
-  std::uint64_t step = 0;  ///< which plan of its scheduler this is; 0 if it is empty and so need not come back
+  const void* owner = nullptr;  ///< the scheduler that made it
+  std::uint64_t step = 0;       ///< which plan of its scheduler this is; 0 if it is empty and so need not come back
   std::size_t decodes = 0;
   std::vector<SequenceId> seq;
   std::vector<std::int32_t> q_start = {0};

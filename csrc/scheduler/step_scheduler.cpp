@@ -17,9 +17,10 @@ namespace {
 /// So that a priority can be negated.
 constexpr std::int64_t priority_limit = std::numeric_limits<std::int32_t>::max();
 
-const SchedulerConfig& validated(const SchedulerConfig& config) {
+/// The first thing that a scheduler reads of its config.
+std::size_t validated_seats(const SchedulerConfig& config) {
   config.validate();
-  return config;
+  return static_cast<std::size_t>(config.max_num_seqs);
 }
 
 }  // namespace
@@ -27,7 +28,7 @@ const SchedulerConfig& validated(const SchedulerConfig& config) {
 StepScheduler::StepScheduler(BlockManager& blocks, const SchedulerConfig& config)
     : blocks_(blocks),
       block_tokens_(blocks.block_tokens()),
-      max_seqs_(static_cast<std::size_t>(validated(config).max_num_seqs)),
+      max_seqs_(validated_seats(config)),
       max_batched_tokens_(static_cast<std::size_t>(config.max_batched_tokens)),
       max_chunk_tokens_(static_cast<std::size_t>(config.max_chunk_tokens)),
       by_priority_(config.policy == "priority"),

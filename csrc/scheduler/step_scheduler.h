@@ -36,6 +36,7 @@ class StepScheduler {
   StepScheduler(BlockManager& blocks, const SchedulerConfig& config);
   StepScheduler(const StepScheduler&) = delete;
   StepScheduler& operator=(const StepScheduler&) = delete;
+  ~StepScheduler() = default;
 
   SequenceId add(const NewSequence& request);
   std::optional<SequenceId> reserve(const NewSequence& request);

@@ -13,19 +13,20 @@ void StepScheduler::advance(const StepPlan& plan, std::span<const std::int32_t> 
   if (plan.seq.empty()) {
     return;
   }
-  require(plan.step == outstanding_, "only the outstanding plan can be advanced");
-  require(sampled.size() == plan.seq.size(), [&] {
-    return "advance needs " + std::to_string(plan.seq.size()) + " sampled tokens, not " +
+  require(plan.owner == this && plan.step == outstanding_, "only the outstanding plan can be advanced");
+  // The plan's arrays are the caller's to scribble on; what counts is the scheduler's own record.
+  require(sampled.size() == in_flight_.size(), [&] {
+    return "advance needs " + std::to_string(in_flight_.size()) + " sampled tokens, not " +
            std::to_string(sampled.size());
   });
   for (std::size_t i = 0; i < sampled.size(); ++i) {
-    require(plan.sample[i] == 0 || sampled[i] >= 0, "a token is not negative");
+    require(!in_flight_[i]->samples() || sampled[i] >= 0, "a token is not negative");
   }
   outstanding_ = 0;
   for (std::size_t i = 0; i < sampled.size(); ++i) {
     Sequence& sequence = *in_flight_[i];
     sequence.planned = false;
-    step_done(sequence, plan.sample[i] != 0 && !sequence.removed, sampled[i]);
+    step_done(sequence, sequence.samples() && !sequence.removed, sampled[i]);
     if (sequence.removed) {
       end(sequence);
     }
@@ -36,7 +37,7 @@ void StepScheduler::abort_plan(const StepPlan& plan) {
   if (plan.seq.empty()) {
     return;
   }
-  require(plan.step == outstanding_, "only the outstanding plan can be aborted");
+  require(plan.owner == this && plan.step == outstanding_, "only the outstanding plan can be aborted");
   outstanding_ = 0;
   for (Sequence* sequence : in_flight_) {
     sequence->planned = false;

@@ -12,6 +12,7 @@ namespace twinpool {
 StepPlan StepScheduler::plan(double /*now*/) {
   require(outstanding_ == 0, "the last plan must be advanced or aborted before the next one");
   StepPlan plan;
+  plan.owner = this;
   seat_ready();
   grow_decodes(plan);
   plan_decodes(plan);
@@ -55,17 +56,18 @@ bool StepScheduler::grow(Sequence& sequence) {
   return true;
 }
 
-/// Lowest priority; among equals the one with the least work to lose; then the latest.
+/// Lowest priority; among equals the one with the least work to lose; then the latest. There is at least one row.
 Sequence& StepScheduler::victim() const {
-  Sequence* loser = nullptr;
-  for (std::size_t row = 0; row < table_.rows(); ++row) {
-    Sequence& sequence = table_.at(row);
-    if (loser == nullptr || std::tuple(sequence.rank, sequence.computed, -sequence.arrival, -sequence.id) <
-                                std::tuple(loser->rank, loser->computed, -loser->arrival, -loser->id)) {
-      loser = &sequence;
+  const auto keep = [](const Sequence& sequence) {
+    return std::tuple(sequence.rank, sequence.computed, -sequence.arrival, -sequence.id);
+  };
+  std::size_t loser = 0;
+  for (std::size_t row = 1; row < table_.rows(); ++row) {
+    if (keep(table_.at(row)) < keep(table_.at(loser))) {
+      loser = row;
     }
   }
-  return *loser;
+  return table_.at(loser);
 }
 
 void StepScheduler::preempt(Sequence& sequence) {
@@ -157,7 +159,7 @@ void StepScheduler::emit(StepPlan& plan, Sequence& sequence, std::size_t query) 
   const std::size_t end = sequence.computed + query;
   plan.seq.push_back(sequence.id);
   plan.context.push_back(static_cast<std::int32_t>(end));
-  plan.sample.push_back(end == sequence.tokens.size() ? 1 : 0);
+  plan.sample.push_back(sequence.samples() ? 1 : 0);
   plan.q_start.push_back(plan.q_start.back() + static_cast<std::int32_t>(query));
   plan.table_width = std::max(plan.table_width, sequence.blocks.size());
   if (sequence.copy_source != no_block) {

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "hash/block_hash.h"
 #include "hash/digest.h"
+#include "hash/sha256.h"
 #include "tests/json.h"
 
 namespace twinpool::test {
@@ -131,6 +132,18 @@ TEST(Hash, ChainingByPartsIsTheSameAsAtOnce) {
   hash_blocks(root, std::span(tokens).first(32), 16, parts);
   hash_blocks(parts.back(), std::span(tokens).subspan(32), 16, parts);
   EXPECT_EQ(whole, parts);
+}
+
+TEST(Hash, AMessageOfFixedLengthHashesAsAnyOther) {
+  for (std::size_t length = 0; length < 700; ++length) {
+    Sha256Message message(length);
+    Bytes plain(length);
+    for (std::size_t i = 0; i < length; ++i) {
+      message.data()[i] = plain[i] = static_cast<std::uint8_t>(i * 7 + length);
+    }
+    ASSERT_EQ(message.digest(), sha256_128(plain)) << length;
+    ASSERT_EQ(message.digest(), sha256_128(plain)) << "and again";
+  }
 }
 
 TEST(Hash, BlockTokensOfZeroIsRefused) {

@@ -205,6 +205,21 @@ TEST(Decode, RulesAreNamedAndABrokenOneChangesNothing) {
   EXPECT_EQ(bench.outputs(id).size(), 2U);
 }
 
+TEST(Decode, APlanBelongsToItsScheduler) {
+  Bench one(8);
+  Bench other(8);
+  one.add(prompt(4), 4);
+  other.add(prompt(4), 4);
+  StepPlan plan = one.plan();
+  const StepPlan foreign = other.plan();
+  expect_error("only the outstanding plan", [&] { one.scheduler.advance(foreign, Tokens{1}); });
+  expect_error("only the outstanding plan", [&] { one.scheduler.abort_plan(foreign); });
+  plan.sample[0] = 0;
+  one.advance(plan);
+  EXPECT_EQ(one.outputs(1).size(), 1U) << "what a caller writes into a plan changes nothing";
+  other.advance(foreign);
+}
+
 TEST(Decode, ConfigIsChecked) {
   BlockPool pool(4);
   const auto make = [&](const SchedulerConfig& config) { const StepScheduler scheduler(pool.manager, config); };
