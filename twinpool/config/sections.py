@@ -130,6 +130,12 @@ class TransferConfig(Section):
         le=600,
         description="Longest time of one read, in seconds. NIXL never reports a hung peer, so this does.",
     )
+    fetch_deadline_seconds: float = Field(
+        default=5.0,
+        ge=0.01,
+        le=600,
+        description="How long a prompt waits for a cached prefix from another worker, in seconds; then it is computed.",
+    )
     digest: Literal["off", "sample", "always"] = Field(
         default="off",
         description="Check a digest of pulled blocks: never, for one block in 64, or for all of them.",
@@ -183,7 +189,10 @@ class KvEventsConfig(Section):
         description="A worker that has no event to publish says so after this time, in seconds, so that silence means loss.",
     )
     replay_batches: int = Field(
-        default=10_000, ge=1, le=1 << 24, description="Batches of events kept for subscribers that missed some."
+        default=10_000,
+        ge=1,
+        le=1 << 24,
+        description="Batches of events kept for subscribers that missed some.",
     )
     replay_bytes: int = Field(
         default=16 * MiB, ge=1024, le=1 << 34, description="Most memory of those batches, in bytes."
