@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from twinpool.engine.sampling import SequenceDraw
 from twinpool.transfer.base import AttemptKey
 from twinpool.transfer.session import PullSession
-from twinpool.v1.worker_pb2 import FirstToken
+from twinpool.v1.worker_pb2 import FirstToken, PrefixFetched
 from twinpool.worker.commands import DecodeWork
+from twinpool.worker.prefix_fetch import PrefixFetch
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +33,10 @@ class DecodeAttempt:
     work: DecodeWork
     session: int
     deadline: float | None
-    reserved: int | None
-    cached_blocks: int
+    reserved: int | None = None
+    cached_blocks: int = 0
+    fetch: PrefixFetch | None = None
+    fetched: PrefixFetched | None = None
     told_reserved: bool = False
     pull: PullSession | None = None
     unforked: list[FirstToken] = field(default_factory=list)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode role: reserves blocks, pulls the prompt's KV into them, then generates.
 
-An attempt goes through three phases::
+An attempt goes through up to four phases::
 
-    RESERVED --all KV here and proven--> STARTING --every choice has blocks--> DECODING --last choice ends--> gone
+    [FETCHING --prefix here or given up-->] RESERVED --all KV here and proven--> STARTING --every choice has blocks-->
+    DECODING --last choice ends--> gone
 
-In the first its blocks may be written to by reads in flight; whatever ends it there, blocks that a read may still
+While it is reserved its blocks may be written to by reads in flight; whatever ends it there, blocks that a read may still
 write to go into quarantine until that read is over.
 """
 
@@ -16,17 +17,15 @@ from twinpool.decode_worker.attempt import Choice, DecodeAttempt
 from twinpool.decode_worker.output import StepOutput, handoff_done
 from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.ids import WorkerKey
-from twinpool.logs import get_logger
-from twinpool.transfer.base import AttemptKey, Blocks, PeerDescriptor
+from twinpool.transfer.base import AttemptKey, PeerDescriptor
 from twinpool.transfer.fence import HandoffFailure
 from twinpool.transfer.session import PullSession
 from twinpool.transfer.ticket import PromptShape
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.commands import CommandError, DecodeWork, Reason
 from twinpool.worker.parts import WorkerParts
+from twinpool.worker.quarantine import PullQuarantine
 from twinpool.worker.role_base import RoleBase
-
-log = get_logger(__name__)
 
 
 def make_handler(parts: WorkerParts) -> "DecodeRole":
@@ -39,11 +38,10 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def __init__(self, parts: WorkerParts) -> None:
         super().__init__(parts)
-        self._endpoints = parts.endpoints
         self._open_owners: set[WorkerKey] = set()
         self._choices: dict[int, Choice] = {}
         self._starting: dict[DecodeAttempt, None] = {}
-        self._quarantined: dict[PullSession, Blocks] = {}
+        self._quarantine = PullQuarantine(parts.blocks)
 
     @property
     def role(self) -> pb.Role.ValueType:
@@ -60,8 +58,13 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
     # --- reserve
 
     def _admit(self, session: int, work: DecodeWork, deadline: float | None) -> None:
-        prompt = work.prompt
         self._check_fit(work)
+        attempt = DecodeAttempt(work, session, deadline)
+        self._attempts.add(attempt)
+        self._with_prefix(attempt, work, self._reserve)
+
+    def _reserve(self, attempt: DecodeAttempt) -> None:
+        work, prompt = attempt.work, attempt.work.prompt
         seq = self._scheduler.reserve(
             prompt.tokens,
             prompt.hashes,
@@ -78,8 +81,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             raise CommandError(pb.FAILURE_REASON_NO_CAPACITY, detail)
         cached = self._scheduler.cached_tokens(seq) // self._limits.block_tokens
         self._count_prefix(len(prompt), cached * self._limits.block_tokens)
-        attempt = DecodeAttempt(work, session, deadline, seq, cached)
-        self._attempts.add(attempt)
+        attempt.reserved, attempt.cached_blocks = seq, cached
         shape = PromptShape(len(prompt), self._limits.block_tokens, cached)
         local = self._scheduler.blocks(seq)[cached : shape.prompt_blocks]
         self._endpoints[work.owner] = work.owner_endpoint
@@ -120,7 +122,6 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
     ) -> None:
         """See RoleHandler."""
         self._open_owners.discard(owner)
-        self._endpoints.pop(owner, None)
         super().on_owner_lost(owner, expected, reason, detail)
 
     def on_ready(self, session: PullSession, first_tokens: Sequence[pb.FirstToken]) -> None:
@@ -138,9 +139,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def on_drained(self, session: PullSession) -> None:
         """Nothing can be written into the blocks of a failed hand-off any more."""
-        blocks = self._quarantined.pop(session, None)
-        if blocks is not None:
-            self._blocks.unquarantine(blocks)
+        self._quarantine.drained(session)
 
     # --- start
 
@@ -245,6 +244,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             self._retry_starts()
 
     def _free(self, attempt: DecodeAttempt, reason: Reason | None, detail: str) -> None:
+        self._stop_fetch(attempt)
         self._starting.pop(attempt, None)
         for choice in list(attempt.choices.values()):
             del self._choices[choice.seq]
@@ -257,13 +257,6 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         pull, attempt.pull = attempt.pull, None
         if pull is not None:
             self._pulls.abort(self._clock(), attempt.key)
-            self._quarantine(attempt, pull)
+            # The scheduler lets go of what no read can write to.
+            self._quarantine.hold(pull)
         self._scheduler.remove(seq)
-
-    def _quarantine(self, attempt: DecodeAttempt, pull: PullSession) -> None:
-        """Takes what a read may still write to out of the sequence; the scheduler lets go of the rest."""
-        writable = pull.writable_blocks
-        if len(writable):
-            self._blocks.quarantine(writable)
-            self._quarantined[pull] = writable
-            log.info("blocks_quarantined", attempt=str(attempt.key), blocks=len(writable))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill role: computes prompts, offers their KV while it computes, draws the first tokens.
 
-An attempt goes through two phases::
+An attempt goes through up to three phases::
 
-    COMPUTING --prompt done, first tokens drawn--> OFFERED --reader has released--> gone
+    [FETCHING --prefix here or given up-->] COMPUTING --first tokens drawn--> OFFERED --reader has released--> gone
 
-Blocks are offered as soon as they are full, so the reader pulls while the rest is computed. The offer's pins outlive the
-sequence: they end by the reader's release, its death, the lease, or a cancel.
+Blocks are offered as soon as they are full, those from the cache before anything is computed, so the reader pulls while
+the rest is computed. The offer's pins outlive the sequence: they end by the reader's release, its death, the lease, or a
+cancel.
 """
 
 from twinpool._core import StepPlan
@@ -55,35 +56,34 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
     def _admit(self, session: int, work: PrefillWork, deadline: float | None) -> None:
         if work.reader == self._worker:
             raise CommandError(pb.FAILURE_REASON_INVALID, f"reader {work.reader} is this worker itself")
-        now = self._clock()
         try:
             self._offers.begin(work.key, [work.reader])
         except ValueError as error:
             # It ended here a moment ago; its id is spent.
             raise CommandError(pb.FAILURE_REASON_DUPLICATE, str(error)) from None
-        try:
-            seq = self._scheduler.add(
-                work.prompt.tokens,
-                work.prompt.hashes,
-                work.prompt.root,
-                max_new_tokens=0,
-                priority=work.priority,
-                arrival=now,
-            )
-        except Exception:
-            self._offers.fail(work.key, pb.FAILURE_REASON_INTERNAL, "the prompt could not be scheduled")
-            raise
         attempt = PrefillAttempt(
             work=work,
             session=session,
             deadline=deadline,
-            seq=seq,
             draw=_draw(work),
             offered=work.reader_cached_blocks,
-            arrived=now,
+            arrived=self._clock(),
         )
         self._attempts.add(attempt)
-        self._computing[seq] = attempt
+        self._with_prefix(attempt, work, self._schedule)
+
+    def _schedule(self, attempt: PrefillAttempt) -> None:
+        """A prompt that waited for its prefix keeps its place in the queue."""
+        prompt = attempt.work.prompt
+        attempt.seq = self._scheduler.add(
+            prompt.tokens,
+            prompt.hashes,
+            prompt.root,
+            max_new_tokens=0,
+            priority=attempt.work.priority,
+            arrival=attempt.arrived,
+        )
+        self._computing[attempt.seq] = attempt
 
     # --- compute
 
@@ -95,6 +95,8 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             attempt = self._computing[seq]
             if attempt.started is None:
                 attempt.started = now
+                # What the cache holds is read while the rest is computed.
+                self._guard(attempt, self._offer_chunk, attempt, seq)
             draws.append(attempt.draw)
         return draws
 
@@ -137,6 +139,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         self._offers.complete(now, attempt.key, attempt.offered, blocks, length, first_tokens)
         cached = self._scheduler.cached_tokens(seq)
         self._count_prefix(length, cached)
+        attempt.done = True
         self._release(attempt)
         started = attempt.arrived if attempt.started is None else attempt.started
         done = pb.PrefillDone(
@@ -145,6 +148,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             cached_tokens=cached,
             queue_time=duration(started - attempt.arrived),
             compute_time=duration(now - started),
+            fetched=attempt.fetched,
         )
         self._outbox.session(attempt.session, pb.SessionResponse(prefill_done=done))
 
@@ -155,7 +159,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         attempt = self._attempts.get(key)
         if attempt is None:
             return
-        if attempt.seq is None:
+        if attempt.done:
             if end is not OfferEnd.RELEASED:
                 log.info("offer_ended_unread", attempt=str(key), end=str(end))
             self._end(attempt, None, None, "")
@@ -163,6 +167,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             self._fail(attempt, pb.FAILURE_REASON_PEER_LOST, f"the reader let go of the attempt: {end}")
 
     def _free(self, attempt: PrefillAttempt, reason: Reason | None, detail: str) -> None:
+        self._stop_fetch(attempt)
         self._release(attempt)
         if reason is not None:
             self._offers.fail(attempt.key, reason, detail)

@@ -127,6 +127,29 @@ ROUTER_KV_HIT_RATE = Histogram(
     "twinpool_router_kv_hit_rate", "Cached share of a prompt, 0 to 1.", buckets=RATIO_BUCKETS
 )
 ROUTER_INDEX_BLOCKS = Gauge("twinpool_router_index_blocks", "Block hashes in the prefix index.")
+ROUTER_LOCALITY_WORKERS = Gauge(
+    "twinpool_router_locality_workers",
+    "Workers whose cache is followed, by state: live, resyncing, unreachable, segments.",
+    ["state"],
+)
+ROUTER_LOCALITY_RESYNCS = Counter(
+    "twinpool_router_locality_resyncs",
+    "Replays and snapshots asked for, by kind and cause.",
+    ["kind", "cause"],
+)
+ROUTER_LOCALITY_RESYNC_FAILURES = Counter(
+    "twinpool_router_locality_resync_failures", "Replays and snapshots that were not answered."
+)
+ROUTER_KV_EVENT_BATCHES = Counter(
+    "twinpool_router_kv_event_batches",
+    "Batches of KV events, by outcome: applied, parked, duplicate, foreign, invalid.",
+    ["outcome"],
+)
+ROUTER_KV_EVENT_DELAY = Histogram(
+    "twinpool_router_kv_event_delay_seconds",
+    "From a batch of KV events on the worker's clock to its arrival on the router's.",
+    buckets=SHORT_BUCKETS,
+)
 ROUTER_WORKERS = Gauge("twinpool_router_workers", "Workers known, by role and state.", ["role", "state"])
 ROUTER_SESSIONS = Gauge("twinpool_router_sessions", "Open sessions with workers.")
 ROUTER_SESSION_FAILURES = Counter(
@@ -159,6 +182,19 @@ WORKER_PREFIX_QUERIES = Counter(
     "twinpool_worker_prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
 )
 WORKER_PREFIX_HITS = Counter("twinpool_worker_prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+WORKER_PREFIX_FETCHES = Counter(
+    "twinpool_worker_prefix_fetches",
+    "Prefixes pulled from another worker: FETCHED, or why they were computed instead.",
+    ["reason"],
+)
+WORKER_PREFIX_FETCHED_TOKENS = Counter(
+    "twinpool_worker_prefix_fetched_tokens", "Prompt tokens whose KV was pulled from another worker's cache."
+)
+WORKER_PREFIX_FETCH_TIME = Histogram(
+    "twinpool_worker_prefix_fetch_time_seconds",
+    "What a prompt waited for its prefix, pulled or given up.",
+    buckets=SHORT_BUCKETS,
+)
 WORKER_PREEMPTIONS = Counter("twinpool_worker_num_preemptions", "Sequences preempted for lack of blocks.")
 WORKER_EVICTED_BLOCKS = Counter("twinpool_worker_evicted_blocks", "Cached blocks given to other content.")
 WORKER_PROMPT_TOKENS = Counter("twinpool_worker_prompt_tokens", "Prompt tokens computed.")

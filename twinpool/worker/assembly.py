@@ -21,6 +21,7 @@ from twinpool.worker.load import LoadReporter
 from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox, Receiver
 from twinpool.worker.parts import WorkerParts
+from twinpool.worker.prefix_fetch import PrefixFetcher
 from twinpool.worker.stack import EngineStack
 from twinpool.worker.step_loop import StepLoop
 
@@ -92,7 +93,8 @@ def _parts(
 
     def to_owner(owner: WorkerKey, message: handoff.ExchangeRequest) -> None:
         # Only what is expected anew is worth a new link.
-        endpoint = endpoints.get(owner, "") if message.WhichOneof("message") == "expect" else ""
+        asks = message.WhichOneof("message") in ("expect", "fetch")
+        endpoint = endpoints.get(owner, "") if asks else ""
         outbox.owner(owner, message, endpoint=endpoint)
 
     offers = OfferBook(
@@ -115,6 +117,15 @@ def _parts(
         digest=digest,
         observer=around.observer,
     )
+    fetcher = PrefixFetcher(
+        worker,
+        stack.scheduler,
+        stack.blocks,
+        pulls,
+        endpoints,
+        around.clock,
+        deadline_seconds=transfer.fetch_deadline_seconds,
+    )
     return WorkerParts(
         worker=worker,
         limits=stack.limits,
@@ -124,5 +135,6 @@ def _parts(
         pulls=pulls,
         outbox=outbox,
         endpoints=endpoints,
+        fetcher=fetcher,
         clock=around.clock,
     )

@@ -87,6 +87,15 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """Who is believed to hold the prompt's first ``blocks`` full blocks."""
+
+    owner: WorkerKey
+    endpoint: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillWork:
     """A checked PrefillCommand. ``deadline_seconds`` counts from its arrival; None: no deadline."""
 
@@ -97,6 +106,7 @@ class PrefillWork:
     reader_cached_blocks: int
     priority: int
     deadline_seconds: float | None
+    prefix: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,7 @@ class DecodeWork:
     owner_endpoint: str
     priority: int
     deadline_seconds: float | None
+    prefix: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits) -> PrefillWork:
         reader_cached_blocks=cached,
         priority=command.priority,
         deadline_seconds=_deadline(command),
+        prefix=_prefix(command, prompt),
     )
 
 
@@ -191,7 +203,21 @@ def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
         owner_endpoint=command.owner_endpoint,
         priority=command.priority,
         deadline_seconds=_deadline(command),
+        prefix=_prefix(command, prompt),
     )
+
+
+def _prefix(command: pb.PrefillCommand | pb.DecodeCommand, prompt: Prompt) -> PrefixSource | None:
+    if not command.HasField("prefix"):
+        return None
+    source = command.prefix
+    if not source.endpoint:
+        raise _invalid("prefix.endpoint is empty")
+    if not 1 <= source.blocks <= len(prompt.hashes):
+        raise _invalid(
+            f"prefix.blocks is {source.blocks}, not 1 to the prompt's {len(prompt.hashes)} full blocks"
+        )
+    return PrefixSource(worker_key(source.owner, "prefix.owner"), source.endpoint, source.blocks)
 
 
 def _attempt(message: pb.AttemptId) -> AttemptKey:

@@ -57,6 +57,8 @@ class OwnerLink:
         kind = message.WhichOneof("message")
         if kind == "expect":
             self.expected.add(AttemptKey.of(message.expect.id))
+        elif kind == "fetch":
+            self.expected.add(AttemptKey.of(message.fetch.id))
         elif kind == "release":
             self.expected.discard(AttemptKey.of(message.release.id))
         self.out.send(message)

@@ -10,6 +10,7 @@ from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import PullManager
 from twinpool.worker.commands import Limits
 from twinpool.worker.outbox import Outbox
+from twinpool.worker.prefix_fetch import PrefixFetcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,4 +28,5 @@ class WorkerParts:
     pulls: PullManager
     outbox: Outbox
     endpoints: dict[WorkerKey, str]
+    fetcher: PrefixFetcher
     clock: Callable[[], float]

@@ -7,7 +7,7 @@ router's death) goes through ``_end``, so there is one place that frees.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from twinpool import metrics
 from twinpool._core import StepPlan
@@ -21,10 +21,19 @@ from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.attempts import AttemptLike, AttemptTable
 from twinpool.worker.commands import CancelWork, CommandError, DecodeWork, PrefillWork, Reason, Work
 from twinpool.worker.parts import WorkerParts
+from twinpool.worker.prefix_fetch import PrefixFetch
 
 log = get_logger(__name__)
 
-A = TypeVar("A", bound=AttemptLike)
+
+class FetchingAttempt(AttemptLike, Protocol):
+    """An attempt that may pull a cached prefix first. ``fetch`` is set while it does, ``fetched`` afterwards."""
+
+    fetch: PrefixFetch | None
+    fetched: pb.PrefixFetched | None
+
+
+A = TypeVar("A", bound=FetchingAttempt)
 P = ParamSpec("P")
 W = TypeVar("W", PrefillWork, DecodeWork)
 
@@ -38,6 +47,8 @@ class RoleBase(ABC, Generic[A, W]):
         self._blocks = parts.blocks
         self._offers = parts.offers
         self._pulls = parts.pulls
+        self._fetcher = parts.fetcher
+        self._endpoints = parts.endpoints
         self._outbox = parts.outbox
         self._clock = parts.clock
         self._attempts: AttemptTable[A] = AttemptTable()
@@ -49,8 +60,8 @@ class RoleBase(ABC, Generic[A, W]):
 
     @property
     def requests(self) -> int:
-        """Attempts that hold anything on this worker."""
-        return len(self._attempts)
+        """Attempts that hold anything on this worker, those that read its cached prefixes included."""
+        return len(self._attempts) + self._offers.fetches
 
     @abstractmethod
     def _work_kind(self) -> type[W]:
@@ -58,7 +69,8 @@ class RoleBase(ABC, Generic[A, W]):
 
     @abstractmethod
     def _admit(self, session: int, work: W, deadline: float | None) -> None:
-        """Takes the work on and adds the attempt. Raises CommandError to refuse it, with nothing held."""
+        """Takes the work on and adds the attempt. Raises CommandError to refuse it, with nothing held but what an
+        attempt that was added already answers for."""
 
     @abstractmethod
     def _free(self, attempt: A, reason: Reason | None, detail: str) -> None:
@@ -75,28 +87,33 @@ class RoleBase(ABC, Generic[A, W]):
         if isinstance(work, CancelWork):
             self._cancel(session, work.key)
             return
+        kind, left = self._work_kind(), work.deadline_seconds
+        if not isinstance(work, kind):
+            detail = f"the role of this worker is {pb.Role.Name(self.role)}"
+            self._tell_failed(session, work.key, pb.FAILURE_REASON_NOT_SERVING, detail)
+        elif work.key in self._attempts:
+            detail = f"attempt {work.key} is running here"
+            self._tell_failed(session, work.key, pb.FAILURE_REASON_DUPLICATE, detail)
+        elif left is not None and left <= 0:
+            detail = "the deadline had passed on arrival"
+            self._tell_failed(session, work.key, pb.FAILURE_REASON_DEADLINE, detail)
+        else:
+            self._take_on(session, work, None if left is None else self._clock() + left)
+
+    def _take_on(self, session: int, work: W, deadline: float | None) -> None:
         try:
-            kind = self._work_kind()
-            if not isinstance(work, kind):
-                raise CommandError(
-                    pb.FAILURE_REASON_NOT_SERVING, f"the role of this worker is {pb.Role.Name(self.role)}"
-                )
-            if work.key in self._attempts:
-                raise CommandError(pb.FAILURE_REASON_DUPLICATE, f"attempt {work.key} is running here")
-            left = work.deadline_seconds
-            if left is not None and left <= 0:
-                raise CommandError(pb.FAILURE_REASON_DEADLINE, "the deadline had passed on arrival")
-            self._admit(session, work, None if left is None else self._clock() + left)
+            self._admit(session, work, deadline)
+            return
         except CommandError as refused:
-            self._tell_failed(session, work.key, refused.reason, refused.detail)
+            reason, detail = refused.reason, refused.detail
         except Exception as error:
             log.exception("admit_failed", attempt=str(work.key))
-            attempt = self._attempts.get(work.key)
-            detail = f"{type(error).__name__} on admission"
-            if attempt is not None:
-                self._fail(attempt, pb.FAILURE_REASON_INTERNAL, detail)
-            else:
-                self._tell_failed(session, work.key, pb.FAILURE_REASON_INTERNAL, detail)
+            reason, detail = pb.FAILURE_REASON_INTERNAL, f"{type(error).__name__} on admission"
+        attempt = self._attempts.get(work.key)
+        if attempt is not None:
+            self._fail(attempt, reason, detail)
+        else:
+            self._tell_failed(session, work.key, reason, detail)
 
     def on_session_closed(self, session: int) -> None:
         """See RoleHandler."""
@@ -173,6 +190,8 @@ class RoleBase(ABC, Generic[A, W]):
         """Runs ``action``; an exception in it fails this attempt alone."""
         try:
             action(*args, **kwargs)
+        except CommandError as refused:
+            self._fail(attempt, refused.reason, refused.detail)
         except Exception as error:
             log.exception("attempt_raised", attempt=str(attempt.key))
             self._fail(attempt, pb.FAILURE_REASON_INTERNAL, f"{type(error).__name__} in the worker")
@@ -193,6 +212,26 @@ class RoleBase(ABC, Generic[A, W]):
         if attempts:
             dropped = self._blocks.reset_cache()
             log.error("cache_dropped", attempts=len(attempts), blocks=dropped)
+
+    # --- prefix
+
+    def _with_prefix(self, attempt: A, work: W, proceed: Callable[[A], None]) -> None:
+        """Calls ``proceed`` once the prefix that the work names is in the cache, or is not to be had."""
+
+        def done(fetched: pb.PrefixFetched) -> None:
+            attempt.fetch, attempt.fetched = None, fetched
+            self._guard(attempt, proceed, attempt)
+
+        if work.prefix is not None:
+            attempt.fetch = self._fetcher.start(work.key, work.prompt, work.prefix, done)
+        if attempt.fetch is None:
+            proceed(attempt)
+
+    def _stop_fetch(self, attempt: A) -> None:
+        """The attempt ends; does nothing unless its prefix is being pulled."""
+        fetch, attempt.fetch = attempt.fetch, None
+        if fetch is not None:
+            self._fetcher.abort(fetch)
 
     # --- hand-off
 
@@ -222,5 +261,6 @@ class RoleBase(ABC, Generic[A, W]):
         self, owner: WorkerKey, expected: list[AttemptKey], reason: Reason, detail: str
     ) -> None:
         """See RoleHandler."""
+        self._endpoints.pop(owner, None)
         failure = HandoffFailure(HandoffFault.PEER_LOST, detail, reason)
         self._pulls.owner_lost(self._clock(), owner, failure, expected)

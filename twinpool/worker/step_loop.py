@@ -245,7 +245,10 @@ class StepLoop:
             return False
         planned = self._clock()
         try:
-            result = self._runner.step(plan, self.role.draws(plan))
+            draws = self.role.draws(plan)
+            # Peers need not wait for the step to hear what it starts from.
+            self._outbox.flush()
+            result = self._runner.step(plan, draws)
         except Exception as error:
             log.exception("step_failed", sequences=len(plan.seq))
             self._meters.step_failed()

@@ -10,6 +10,7 @@ from worker_pair import (
     cancel_command,
     decode_command,
     prefill_command,
+    prefix_source,
     random_prompt,
     reference,
 )
@@ -24,7 +25,8 @@ _operations = st.lists(
             (
                 "start",
                 "start",
-                "start",
+                "start-fetch",
+                "start-fetch",
                 "turn",
                 "turn",
                 "cancel-both",
@@ -32,7 +34,9 @@ _operations = st.lists(
                 "cancel-prefill",
                 "stop-owner",
                 "resume-owner",
+                "evict",
                 "cut",
+                "cut-fetch",
                 "router-dies",
                 "late",
             )
@@ -58,12 +62,15 @@ class Storm:
         self.prompts: dict[str, int] = {}
         self.answers: dict[str, Answer] = {}
         self.ended: set[str] = set()
+        self.fetching: set[str] = set()
 
     def apply(self, kind: str, number: int) -> None:
         pair = self.pair
         last = f"r{len(self.prompts) - 1 - number}"
-        if kind == "start":
+        if kind.startswith("start"):
             name = f"r{len(self.prompts)}"
+            if kind == "start-fetch":
+                self.fetching.add(name)
             self.prompts[name], self.answers[name] = number, Answer(1)
             prompt = random_prompt(LENGTHS[number], seed=number)
             pair.decode.do(decode_command(pair, prompt, name, max_tokens=MAX_TOKENS))
@@ -72,11 +79,16 @@ class Storm:
                 if kind in ("cancel-both", f"cancel-{worker.key.name.split('-')[0]}"):
                     worker.do(cancel_command(last))
         elif kind == "stop-owner":
-            pair.fabric.stop(pair.prefill.key)
+            pair.fabric.stop((pair.prefill, pair.decode)[number % 2].key)
         elif kind == "resume-owner":
-            pair.fabric.resume(pair.prefill.key)
+            self.resume()
+        elif kind == "evict":
+            for worker in (pair.prefill, pair.decode)[: 1 + number % 2]:
+                worker.assembly.loop.post(worker.stack.blocks.reset_cache)
         elif kind == "cut" and pair.linked:
             pair.cut()
+        elif kind == "cut-fetch" and any(link.reader is pair.prefill for link in pair.links):
+            pair.cut(pair.prefill, pair.decode)
         elif kind == "router-dies":
             for worker in (pair.decode, pair.prefill):
                 role = worker.assembly.loop.role
@@ -86,13 +98,19 @@ class Storm:
         for _ in range(1 + number):
             self.turn()
 
+    def resume(self) -> None:
+        for worker in (self.pair.prefill, self.pair.decode):
+            self.pair.fabric.resume(worker.key)
+
     def turn(self) -> None:
         pair = self.pair
         pair.turn()
         for message in pair.decode.take("reserved"):
             name, cached = message.reserved.id.request_id, message.reserved.cached_blocks
             prompt = random_prompt(LENGTHS[self.prompts[name]], seed=self.prompts[name])
-            pair.prefill.do(prefill_command(pair, prompt, name, cached, max_tokens=MAX_TOKENS))
+            full = len(prompt) // BLOCK
+            prefix = prefix_source(pair.decode, full) if name in self.fetching and full else None
+            pair.prefill.do(prefill_command(pair, prompt, name, cached, prefix=prefix, max_tokens=MAX_TOKENS))
         for message in pair.prefill.take("prefill_done"):
             for first in message.prefill_done.first_tokens:
                 self.answers[message.prefill_done.id.request_id]._add(0, 0, first.token_id, first.finish)
@@ -112,7 +130,7 @@ def test_nothing_is_lost_doubled_or_kept(operations: list[tuple[str, int]]) -> N
     storm = Storm()
     for kind, number in operations:
         storm.apply(kind, number)
-    storm.pair.fabric.resume(storm.pair.prefill.key)
+    storm.resume()
     for _ in range(80):
         storm.turn()
     # Whoever was promised something and died without a word is found out by its lease.

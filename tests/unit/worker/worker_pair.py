@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode worker in one thread: real model, real core, real roles; time and turns by hand."""
+"""A prefill and a decode worker in one thread, and more on demand: real model, real core, real roles; time and turns by
+hand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,9 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
+from worker_requests import BLOCK, ROOT, decode_command, prefill_command
 
-from tests.support.worker_commands import draw_spec, prompt_spec, set_deadline
-from twinpool._core import BlockManager, SchedulerConfig, StepScheduler, hash_blocks, root_hash
+from twinpool._core import BlockManager, SchedulerConfig, StepScheduler, hash_blocks
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import load_model
@@ -31,8 +32,8 @@ from twinpool.worker.commands import Limits, parse_command, worker_id
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.stack import EngineStack
 
-BLOCK = 16
-ROOT = root_hash(b"unit", b"", b"")
+__all__ = ["BLOCK", "ROOT", "decode_command", "prefill_command"]
+
 SESSION = 1
 
 
@@ -88,10 +89,10 @@ class Worker:
         self.sent.append((session, message))
 
     def to_reader(self, stream: int, message: handoff.ExchangeResponse) -> None:
-        self.pair.from_owner(stream, message)
+        self.pair.from_owner(self, stream, message)
 
     def to_owner(self, owner: WorkerKey, endpoint: str, message: handoff.ExchangeRequest) -> None:
-        self.pair.from_reader(owner, endpoint, message)
+        self.pair.from_reader(self, owner, endpoint, message)
 
     def do(self, work: pb.SessionRequest, session: int = SESSION) -> None:
         """A command, as the session hands it over."""
@@ -105,6 +106,25 @@ class Worker:
         return found
 
 
+@dataclass
+class Link:
+    """An Exchange stream, and what its reader expects over it. Messages wait until it stands."""
+
+    reader: Worker
+    owner: Worker
+    stream: int
+    expected: set[AttemptKey] = field(default_factory=set)
+    connected: bool = False
+    early: list[handoff.ExchangeRequest] = field(default_factory=list)
+
+    def send(self, message: handoff.ExchangeRequest) -> None:
+        if not self.connected:
+            self.early.append(message)
+            return
+        loop = self.owner.assembly.loop
+        loop.post(lambda: loop.role.on_reader_message(self.stream, message))
+
+
 class Pair:
     """A prefill worker, a decode worker and the wire between them."""
 
@@ -116,6 +136,7 @@ class Pair:
         max_num_seqs: int = 8,
         lease_seconds: float = 30.0,
         read_deadline_seconds: float = 5.0,
+        fetch_deadline_seconds: float = 3.0,
     ) -> None:
         self.clock = Clock()
         self.fabric = Fabric()
@@ -126,18 +147,22 @@ class Pair:
                     "backend": "loopback",
                     "lease_seconds": lease_seconds,
                     "read_deadline_seconds": read_deadline_seconds,
+                    "fetch_deadline_seconds": fetch_deadline_seconds,
                     "digest": "always",
                 },
             }
         )
-        self.linked = False
+        self.links: list[Link] = []
         self.connectable = True
         self.stalled = False
-        self.prefill = self._worker("prefill", prefill_blocks, max_num_seqs)
-        self.decode = self._worker("decode", decode_blocks, max_num_seqs)
+        self.workers: dict[WorkerKey, Worker] = {}
+        self.agents: dict[WorkerKey, LoopbackAgent] = {}
+        self.prefill = self.add("prefill", "prefill-0", prefill_blocks, max_num_seqs)
+        self.decode = self.add("decode", "decode-0", decode_blocks, max_num_seqs)
 
-    def _worker(self, role: str, num_blocks: int, max_num_seqs: int) -> Worker:
-        key = WorkerKey(f"{role}-0", 7 if role == "prefill" else 9)
+    def add(self, role: str, name: str, num_blocks: int = 24, max_num_seqs: int = 8) -> Worker:
+        """One more worker."""
+        key = WorkerKey(name, 7 + 2 * len(self.workers))
         engine = stack(num_blocks, max_num_seqs=max_num_seqs)
         agent = LoopbackAgent(key, "unit", engine.memory, engine.pool.generations, fabric=self.fabric)
         observer = WorkerObserver()
@@ -148,7 +173,7 @@ class Pair:
         worker = Worker(
             self, key, engine, TransferPump(agent, dispatch=dispatch, observer=observer), observer
         )
-        self.agents = {**getattr(self, "agents", {}), key: agent}
+        self.agents[key], self.workers[key] = agent, worker
         around = Surroundings(
             port=worker.pump,
             receiver=worker,
@@ -163,52 +188,84 @@ class Pair:
 
     # --- the wire
 
-    def from_reader(self, owner: WorkerKey, endpoint: str, message: handoff.ExchangeRequest) -> None:
-        assert owner == self.prefill.key
-        p, d = self.prefill.assembly.loop, self.decode.assembly.loop
-        if not self.linked:
+    @property
+    def linked(self) -> bool:
+        """Whether the decode worker's stream to the prefill worker stands."""
+        return self._link(self.decode, self.prefill) is not None
+
+    def _link(self, reader: Worker, owner: Worker) -> Link | None:
+        return next((link for link in self.links if link.reader is reader and link.owner is owner), None)
+
+    def from_reader(
+        self, reader: Worker, owner_key: WorkerKey, endpoint: str, message: handoff.ExchangeRequest
+    ) -> None:
+        owner, kind = self.workers[owner_key], message.WhichOneof("message")
+        link = self._link(reader, owner)
+        if link is None:
             if not endpoint:
                 return
             if not self.connectable:
-                expected = [AttemptKey.of(message.expect.id)]
-                reason = pb.FAILURE_REASON_PEER_LOST
-                d.post(lambda: d.role.on_owner_lost(owner, expected, reason, "refused"))
+                expected = [AttemptKey.of(getattr(message, str(kind)).id)]
+                lost, reason = reader.assembly.loop.role.on_owner_lost, pb.FAILURE_REASON_PEER_LOST
+                reader.assembly.loop.post(lambda: lost(owner_key, expected, reason, "refused"))
                 return
-            self.linked = True
-            self.decode.pump.connect(self.agents[owner].descriptor, self._connected)
-            p.post(lambda: p.role.on_reader_opened(1, self.decode.key))
-        p.post(lambda: p.role.on_reader_message(1, message))
+            link = self.open(reader, owner)
+        if kind in ("expect", "fetch"):
+            link.expected.add(AttemptKey.of(getattr(message, kind).id))
+        elif kind == "release":
+            link.expected.discard(AttemptKey.of(message.release.id))
+        link.send(message)
 
-    def _connected(self, error: TransferError | None) -> None:
-        assert error is None
-        self.decode.assembly.loop.role.on_owner_opened(self.agents[self.prefill.key].descriptor)
+    def open(self, reader: Worker, owner: Worker) -> Link:
+        """Dials; messages go through a few turns later."""
+        link = Link(reader, owner, 1 + max((link.stream for link in self.links), default=0))
+        self.links.append(link)
+        descriptor = self.agents[owner.key].descriptor
 
-    def from_owner(self, stream: int, message: handoff.ExchangeResponse) -> None:
-        if self.linked and stream == 1:
-            d = self.decode.assembly.loop
-            d.post(lambda: d.role.on_owner_message(self.prefill.key, message))
+        def connected(error: TransferError | None) -> None:
+            if link not in self.links:
+                return
+            if error is not None:
+                self.cut(reader, owner)
+                return
+            loop = owner.assembly.loop
+            loop.post(lambda: loop.role.on_reader_opened(link.stream, reader.key))
+            link.connected = True
+            for message in link.early:
+                link.send(message)
+            reader.assembly.loop.role.on_owner_opened(descriptor)
 
-    def cut(self) -> None:
-        """The Exchange stream breaks; each side learns it."""
-        self.linked = False
-        p, d = self.prefill.assembly.loop, self.decode.assembly.loop
-        waiting = [attempt.key for attempt in d.role._attempts]  # type: ignore[attr-defined]
+        reader.pump.connect(descriptor, connected)
+        return link
+
+    def from_owner(self, owner: Worker, stream: int, message: handoff.ExchangeResponse) -> None:
+        link = next((link for link in self.links if link.owner is owner and link.stream == stream), None)
+        if link is not None:
+            loop = link.reader.assembly.loop
+            loop.post(lambda: loop.role.on_owner_message(owner.key, message))
+
+    def cut(self, reader: Worker | None = None, owner: Worker | None = None) -> None:
+        """An Exchange stream breaks, the decode worker's to the prefill worker unless told otherwise; each side learns it."""
+        link = self._link(reader or self.decode, owner or self.prefill)
+        assert link is not None
+        self.links.remove(link)
+        p, d = link.owner.assembly.loop, link.reader.assembly.loop
         reason = pb.FAILURE_REASON_PEER_LOST
-        d.post(lambda: d.role.on_owner_lost(self.prefill.key, waiting, reason, "cut"))
-        p.post(lambda: p.role.on_reader_closed(1))
-        self.decode.pump.disconnect(self.prefill.key)
+        d.post(lambda: d.role.on_owner_lost(link.owner.key, list(link.expected), reason, "cut"))
+        if link.connected:
+            p.post(lambda: p.role.on_reader_closed(link.stream))
+        link.reader.pump.disconnect(link.owner.key)
 
     # --- time
 
     def turn(self, seconds: float = 0.001) -> bool:
         """One turn of everything; whether a step ran."""
         self.clock.now += seconds
-        worked = self.prefill.assembly.loop.turn()
-        worked |= self.decode.assembly.loop.turn()
+        worked = [worker.assembly.loop.turn() for worker in self.workers.values()]
         if not self.stalled:
-            self.prefill.pump.tick(self.clock.now)
-            self.decode.pump.tick(self.clock.now)
-        return worked
+            for worker in self.workers.values():
+                worker.pump.tick(self.clock.now)
+        return any(worked)
 
     def run(self, until: Callable[[], bool], turns: int = 400) -> None:
         """Turns until ``until``; fails after ``turns``."""
@@ -216,7 +273,7 @@ class Pair:
             if until():
                 return
             self.turn()
-        raise AssertionError(f"not reached; prefill {self.prefill.sent}, decode {self.decode.sent}")
+        raise AssertionError(f"not reached; {[worker.sent for worker in self.workers.values()]}")
 
     def settle(self, turns: int = 12) -> None:
         """Lets everything that is on its way arrive."""
@@ -224,9 +281,9 @@ class Pair:
             self.turn()
 
     def assert_quiet(self) -> None:
-        """Neither worker holds anything."""
+        """No worker holds anything."""
         self.settle()
-        for worker in (self.prefill, self.decode):
+        for worker in self.workers.values():
             blocks, parts = worker.stack.blocks, worker.assembly.parts
             blocks.check()
             held = (
@@ -245,12 +302,20 @@ class Pair:
 
     # --- requests
 
-    def start(self, prompt: Sequence[int], request_id: str = "r", **spec: object) -> AttemptKey:
-        """Decode command, then, once reserved, the prefill command."""
-        self.decode.do(decode_command(self, prompt, request_id, **spec))
+    def start(
+        self,
+        prompt: Sequence[int],
+        request_id: str = "r",
+        *,
+        prefix: pb.PrefixSource | None = None,
+        decode_prefix: pb.PrefixSource | None = None,
+        **spec: object,
+    ) -> AttemptKey:
+        """Decode command, then, once reserved, the prefill command; each with a prefix to fetch, if one is given."""
+        self.decode.do(decode_command(self, prompt, request_id, prefix=decode_prefix, **spec))  # type: ignore[arg-type]
         self.run(lambda: bool(self._kinds(self.decode, "reserved")))
         cached = self.decode.take("reserved")[0].reserved.cached_blocks
-        self.prefill.do(prefill_command(self, prompt, request_id, cached, **spec))
+        self.prefill.do(prefill_command(self, prompt, request_id, cached, prefix=prefix, **spec))  # type: ignore[arg-type]
         return AttemptKey(request_id, 1)
 
     def generate(self, prompt: Sequence[int], request_id: str = "r", **spec: object) -> list[list[int]]:
@@ -297,37 +362,9 @@ class Answer:
         self.finish[index] = finish
 
 
-def decode_command(
-    pair: Pair, prompt: Sequence[int], request_id: str = "r", deadline: float | None = None, **spec: object
-) -> pb.SessionRequest:
-    command = pb.DecodeCommand(
-        id=pb.AttemptId(request_id=request_id, attempt=1),
-        prompt=prompt_spec(prompt, ROOT, BLOCK),
-        draw=draw_spec(**spec),  # type: ignore[arg-type]
-        owner=worker_id(pair.prefill.key),
-        owner_endpoint="127.0.0.1:1",
-    )
-    set_deadline(command, deadline)
-    return pb.SessionRequest(decode=command)
-
-
-def prefill_command(
-    pair: Pair,
-    prompt: Sequence[int],
-    request_id: str = "r",
-    cached: int = 0,
-    deadline: float | None = None,
-    **spec: object,
-) -> pb.SessionRequest:
-    command = pb.PrefillCommand(
-        id=pb.AttemptId(request_id=request_id, attempt=1),
-        prompt=prompt_spec(prompt, ROOT, BLOCK),
-        draw=draw_spec(**spec),  # type: ignore[arg-type]
-        reader=worker_id(pair.decode.key),
-        reader_cached_blocks=cached,
-    )
-    set_deadline(command, deadline)
-    return pb.SessionRequest(prefill=command)
+def prefix_source(owner: Worker, blocks: int) -> pb.PrefixSource:
+    """``owner`` is believed to hold the prompt's first ``blocks`` blocks."""
+    return pb.PrefixSource(owner=worker_id(owner.key), endpoint="127.0.0.1:1", blocks=blocks)
 
 
 def cancel_command(request_id: str = "r", attempt: int = 1) -> pb.SessionRequest:
