@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What prefill and decode workers of the simulator share."""
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 from twinpool.control.replay.blocks import Hashes
@@ -40,7 +41,7 @@ class Host(Protocol):
         """A decode step gave one token to each of so many sequences."""
 
 
-class Worker:
+class Worker(ABC):
     """One worker: a name, an incarnation, a cache and a speed."""
 
     role = ""
@@ -67,9 +68,9 @@ class Worker:
         """Stops at once; whatever it planned does not happen."""
         self.alive = False
 
+    @abstractmethod
     def load(self) -> Load:
         """What a load report says now."""
-        raise NotImplementedError
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens need."""

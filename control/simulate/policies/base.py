@@ -2,6 +2,7 @@
 """What the other systems' rules have in common: each request is dispatched when it comes, to a prefill worker and to a decode
 worker chosen one after the other, by what the router itself has dispatched."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Index:
         return dict(self._core.longest_prefix(hashes))
 
 
-class Dispatcher:
+class Dispatcher(ABC):
     """Implements ``Router`` but for the two choices."""
 
     reports = False
@@ -72,9 +73,9 @@ class Dispatcher:
 
     # --- the rule -------------------------------------------------------------------------
 
+    @abstractmethod
     def choose_prefill(self, job: Job, known: list[Known]) -> Known:
         """The prefill worker of a request; ``known`` are the workers that are alive, at least one."""
-        raise NotImplementedError
 
     def choose_decode(self, job: Job, known: list[Known]) -> Known:
         """The decode worker: the one with the fewest requests, unless the rule says more."""
