@@ -46,6 +46,8 @@ class RayPools:
     def _init(self) -> None:
         # Set before the import: Ray reads them once.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray runs its workers at niceness 15: a model worker would yield to everything else on the machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         import ray
 
         # Its notes on threads and tokens are for people who started Ray themselves.
