@@ -22,11 +22,15 @@ std::optional<SequenceId> StepScheduler::fork(SequenceId id, std::int32_t first_
     return std::nullopt;
   }
   if (!arriving && parent.computed < parent.prompt_tokens) {
-    // The parent lost its blocks, so there is nothing to share: the fork is recomputed too.
+    // The parent lost its blocks, so there is nothing to share: the fork is recomputed too, if it needs any more token.
     child->tokens.push_back(first_token);
     Sequence& kept = *child;
     const SequenceId child_id = keep(std::move(child));
-    enqueue(kept);
+    if (kept.max_new_tokens == 1) {
+      kept.state = SequenceState::done;
+    } else {
+      enqueue(kept);
+    }
     return child_id;
   }
   if (!has_seat() || !share_blocks(parent, *child)) {

@@ -180,6 +180,9 @@ TEST(Fork, OfAPreemptedSequenceIsRecomputed) {
   const auto child = bench.scheduler.fork(shorter, 9, 3);
   ASSERT_TRUE(child);
   EXPECT_EQ(bench.state(*child), SequenceState::waiting);
+  const auto ended = bench.scheduler.fork(shorter, 9, 1);
+  ASSERT_TRUE(ended);
+  EXPECT_EQ(bench.state(*ended), SequenceState::done) << "it has its only token";
   bench.run_until_idle();
   bench.remove(longer);
   bench.run_until_idle();
