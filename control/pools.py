@@ -8,6 +8,9 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,9 @@ class RayPools:
         self._actors: dict[str, Any] = {}
         self._started: dict[str, asyncio.Future[Any]] = {}
         self._session_dir: str | None = None
+        # One thread for Ray's blocking calls: a shutdown comes after a call that was cancelled but still runs.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
+        self._stopping = False
 
     @property
     def names(self) -> list[str]:
@@ -40,8 +46,11 @@ class RayPools:
 
     async def start(self) -> None:
         """Joins the configured Ray cluster or starts a local one."""
-        await asyncio.to_thread(self._init)
+        await self._run(self._init)
         _restore_signals()
+
+    async def _run(self, call: Callable[..., None], *arguments: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _init(self) -> None:
         # Set before the import: Ray reads them once.
@@ -80,10 +89,13 @@ class RayPools:
         pools = self._config.pools
         for role, count in zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True):
             for index in range(count):
-                await asyncio.to_thread(self._create, role, f"{self._config.worker.pool}-{role}-{index}")
+                await self._run(self._create, role, f"{self._config.worker.pool}-{role}-{index}")
 
     def _create(self, role: str, name: str) -> None:
         import ray
+
+        if self._stopping:
+            return
 
         from twinpool.worker.actor import WorkerActor
 
@@ -107,12 +119,14 @@ class RayPools:
 
     async def stop(self) -> None:
         """Stops every worker in order, then the local Ray."""
+        self._stopping = True
         for future in self._started.values():
             future.cancel()
         await asyncio.gather(*self._started.values(), return_exceptions=True)
         await asyncio.gather(*(self._stop_actor(name, actor) for name, actor in self._actors.items()))
         self._actors.clear()
-        await asyncio.to_thread(self._shutdown)
+        await self._run(self._shutdown)
+        self._thread.shutdown(wait=False)
 
     async def _stop_actor(self, name: str, actor: Any) -> None:
         import ray
@@ -123,7 +137,7 @@ class RayPools:
         except Exception as error:  # the actor may be dead, restarting or stuck: it is killed either way
             log.warning("worker_stop_failed", worker=name, error=type(error).__name__)
         with contextlib.suppress(Exception):
-            await asyncio.to_thread(ray.kill, actor, no_restart=True)
+            await self._run(partial(ray.kill, actor, no_restart=True))
 
     def _shutdown(self) -> None:
         import ray
