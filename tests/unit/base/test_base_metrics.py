@@ -16,7 +16,19 @@ METRICS = {
     if isinstance(value, Counter | Gauge | Histogram | Info)
 }
 ROOT = Path(__file__).parents[3]
-BOUNDED = {"reason", "result", "code", "role", "state", "kind", "cause", "operation", "watch", "finished_reason"}
+BOUNDED = {
+    "reason",
+    "result",
+    "outcome",
+    "code",
+    "role",
+    "state",
+    "kind",
+    "cause",
+    "operation",
+    "watch",
+    "finished_reason",
+}
 
 
 def test_all_metrics_follow_the_naming_rules() -> None:

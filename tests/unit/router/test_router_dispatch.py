@@ -121,7 +121,7 @@ async def test_messages_reach_their_legs_in_order(pair: tuple[FakeWorker, FakeWo
     for number, events in enumerate(heard):
         d.start_leg((f"q{number}", 1), decode(request=f"q{number}", n=2), events)
         p.start_leg((f"q{number}", 1), prefill(request=f"q{number}", n=2), events)
-    await until(lambda: all(len(events.tokens) == 6 for events in heard))
+    await until(lambda: all(len(events.tokens) == 6 and "prefill_done" in events.heard for events in heard))
     for events in heard:
         # One stream keeps its order; the other one may be ahead or behind.
         decode_side = [name for name in events.heard if name not in ("step", "prefill_done")]
