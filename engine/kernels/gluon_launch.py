@@ -115,5 +115,7 @@ def mla_paged_attention(
             some = batch.select(first, last)
             if some.num_tokens:
                 launch = attend if supports(query, pages, some, latent_dim) else triton_launch.attend
-                launch(query[rows], pages, some, output[rows], None if lse is None else lse[rows], scale=scale)
+                launch(
+                    query[rows], pages, some, output[rows], None if lse is None else lse[rows], scale=scale
+                )
     return AttentionResult(output, lse)
