@@ -27,16 +27,23 @@ class DecodeAttempt:
 
     ``reserved`` is the sequence that holds the prompt's blocks, None once a choice has taken it over. ``unforked``
     are first tokens of choices that wait for blocks to start in; until all of them can, none decodes. ``forks`` are
-    sequences made for them that have not started.
+    sequences made for them that have not started. Of a prompt that is computed here, ``computing`` is the sequence until
+    the first token is drawn, and ``computed`` the same while several choices wait to be forked from it. Times are on
+    the step loop's clock.
     """
 
     work: DecodeWork
     session: int
     deadline: float | None
+    arrived: float
     reserved: int | None = None
     cached_blocks: int = 0
     fetch: PrefixFetch | None = None
     fetched: PrefixFetched | None = None
+    computing: int | None = None
+    computed: int | None = None
+    draw: SequenceDraw | None = None
+    started: float | None = None
     told_reserved: bool = False
     pull: PullSession | None = None
     unforked: list[FirstToken] = field(default_factory=list)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode worker's messages to routers: one a step and session, whatever the number of requests."""
 
-from twinpool.decode_worker.attempt import Choice
+from twinpool.decode_worker.attempt import Choice, DecodeAttempt
 from twinpool.engine.sampling import Finish, TokenLogprobs
 from twinpool.transfer.base import AttemptKey
 from twinpool.transfer.session import PullStats
@@ -16,6 +16,22 @@ def handoff_done(key: AttemptKey, stats: PullStats) -> pb.SessionResponse:
     """Says that all KV of the prompt is here."""
     moved = HandoffStats(bytes=stats.size_bytes, blocks=stats.blocks, read_time=duration(stats.read_seconds))
     return pb.SessionResponse(handoff_done=pb.HandoffDone(id=key.message(), stats=moved))
+
+
+def prefill_done(
+    attempt: DecodeAttempt, tokens: list[pb.FirstToken], cached_tokens: int, now: float
+) -> pb.SessionResponse:
+    """Says that the prompt was computed here."""
+    started = attempt.arrived if attempt.started is None else attempt.started
+    done = pb.PrefillDone(
+        id=attempt.key.message(),
+        first_tokens=tokens,
+        cached_tokens=cached_tokens,
+        queue_time=duration(started - attempt.arrived),
+        compute_time=duration(now - started),
+        fetched=attempt.fetched,
+    )
+    return pb.SessionResponse(prefill_done=done)
 
 
 class StepOutput:

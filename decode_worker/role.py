@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode role: reserves blocks, pulls the prompt's KV into them, then generates.
+"""The decode role: reserves blocks, pulls the prompt's KV into them or computes it, then generates.
 
 An attempt goes through up to four phases::
 
     [FETCHING --prefix here or given up-->] RESERVED --all KV here and proven--> STARTING --every choice has blocks-->
     DECODING --last choice ends--> gone
+
+    [FETCHING ...] COMPUTING --first tokens drawn--> STARTING ...   where no other worker computes the prompt
 
 While it is reserved its blocks may be written to by reads in flight; whatever ends it there, blocks that a read may still
 write to go into quarantine until that read is over.
@@ -14,15 +16,17 @@ from collections.abc import Sequence
 
 from twinpool._core import StepPlan
 from twinpool.decode_worker.attempt import Choice, DecodeAttempt
-from twinpool.decode_worker.output import StepOutput, handoff_done
+from twinpool.decode_worker.local import LocalPrefills
+from twinpool.decode_worker.output import StepOutput, handoff_done, prefill_done
 from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey, PeerDescriptor
 from twinpool.transfer.fence import HandoffFailure
-from twinpool.transfer.session import PullSession
+from twinpool.transfer.session import PullSession, PullStats
 from twinpool.transfer.ticket import PromptShape
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.commands import CommandError, DecodeWork, Reason
+from twinpool.worker.first_tokens import first_tokens
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.quarantine import PullQuarantine
 from twinpool.worker.role_base import RoleBase
@@ -42,6 +46,8 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._choices: dict[int, Choice] = {}
         self._starting: dict[DecodeAttempt, None] = {}
         self._quarantine = PullQuarantine(parts.blocks)
+        self._local = LocalPrefills(parts.scheduler, parts.blocks, parts.limits)
+        self._stuck = False
 
     @property
     def role(self) -> pb.Role.ValueType:
@@ -53,25 +59,33 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def _attempt_of(self, seq: int) -> DecodeAttempt | None:
         choice = self._choices.get(seq)
-        return choice.attempt if choice is not None else None
+        return choice.attempt if choice is not None else self._local.attempt_of(seq)
 
     # --- reserve
 
     def _admit(self, session: int, work: DecodeWork, deadline: float | None) -> None:
         self._check_fit(work)
-        attempt = DecodeAttempt(work, session, deadline)
+        attempt = DecodeAttempt(work, session, deadline, self._clock())
+        if work.owner is not None:
+            self._attempts.add(attempt)
+            self._with_prefix(attempt, work, self._reserve)
+            return
+        self._local.take_on(attempt)
         self._attempts.add(attempt)
-        self._with_prefix(attempt, work, self._reserve)
+        self._tell_reserved(attempt)
+        self._with_prefix(attempt, work, self._local.schedule)
 
     def _reserve(self, attempt: DecodeAttempt) -> None:
-        work, prompt = attempt.work, attempt.work.prompt
+        work, prompt, owner = attempt.work, attempt.work.prompt, attempt.work.owner
+        assert owner is not None
+        self._local.check_reservation(prompt)
         seq = self._scheduler.reserve(
             prompt.tokens,
             prompt.hashes,
             prompt.root,
             max_new_tokens=work.draw.params.max_tokens,
             priority=work.priority,
-            arrival=self._clock(),
+            arrival=attempt.arrived,
         )
         if seq is None:
             detail = (
@@ -84,9 +98,9 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         attempt.reserved, attempt.cached_blocks = seq, cached
         shape = PromptShape(len(prompt), self._limits.block_tokens, cached)
         local = self._scheduler.blocks(seq)[cached : shape.prompt_blocks]
-        self._endpoints[work.owner] = work.owner_endpoint
-        attempt.pull = self._pulls.expect(self._clock(), work.key, work.owner, shape, local, self)
-        if work.owner in self._open_owners:
+        self._endpoints[owner] = work.owner_endpoint
+        attempt.pull = self._pulls.expect(self._clock(), work.key, owner, shape, local, self)
+        if owner in self._open_owners:
             self._tell_reserved(attempt)
 
     def _check_fit(self, work: DecodeWork) -> None:
@@ -102,7 +116,8 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             raise CommandError(pb.FAILURE_REASON_INVALID, detail)
 
     def _tell_reserved(self, attempt: DecodeAttempt) -> None:
-        """The owner can be reached and knows that we expect the attempt: only now may prefill start."""
+        """Room is kept; and the owner, if there is one, can be reached and knows that we expect the attempt: only now may
+        prefill start."""
         if not attempt.told_reserved:
             attempt.told_reserved = True
             reserved = pb.Reserved(id=attempt.key.message(), cached_blocks=attempt.cached_blocks)
@@ -164,28 +179,55 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._scheduler.start(attempt.reserved, first[0].token_id)
         self._end(attempt, None, None, "")
 
+    def _drawn(self, attempt: DecodeAttempt, result: StepResult, index: int) -> None:
+        """The prompt is computed here and every choice has its first token: told as a hand-off that moved nothing."""
+        draw, seq, now = attempt.draw, attempt.computing, self._clock()
+        assert draw is not None
+        assert seq is not None
+        first, cached = first_tokens(draw, result, index), self._scheduler.cached_tokens(seq)
+        attempt.computed = self._local.end(attempt)
+        attempt.unforked = [token for token in first if not token.finish]
+        self._count_prefix(len(attempt.work.prompt), cached)
+        self._outbox.session(attempt.session, prefill_done(attempt, first, cached, now))
+        self._outbox.session(attempt.session, handoff_done(attempt.key, PullStats()))
+        if not attempt.unforked:
+            self._end(attempt, None, None, "")
+        elif attempt.work.draw.n > 1:
+            self._starting[attempt] = None
+            self._start(attempt)
+        else:
+            attempt.computed, attempt.unforked = None, []
+            self._decode(attempt, 0, seq, draw)
+
     def _start(self, attempt: DecodeAttempt) -> bool:
         """Starts every choice, or none if there is no room for all. True if they decode."""
-        reserved = attempt.reserved
-        assert reserved is not None
+        reserved, computed, tokens = attempt.reserved, attempt.computed, attempt.unforked
+        parent = reserved if reserved is not None else computed
+        assert parent is not None
         params = attempt.work.draw.params
-        head, *others = attempt.unforked
-        for token in others:
-            fork = self._scheduler.fork(reserved, token.token_id, max_new_tokens=params.max_tokens)
+        for token in tokens if reserved is None else tokens[1:]:
+            fork = self._scheduler.fork(parent, token.token_id, max_new_tokens=params.max_tokens)
             if fork is None:
                 self._drop_forks(attempt)
                 return False
             attempt.forks.append(fork)
-        self._scheduler.start(reserved, head.token_id)
-        seqs = (reserved, *attempt.forks)
-        attempt.reserved, attempt.unforked, attempt.forks = None, [], []
+        seqs = attempt.forks
+        if reserved is not None:
+            self._scheduler.start(reserved, tokens[0].token_id)
+            seqs = [reserved, *seqs]
+        else:
+            self._scheduler.remove(parent)
+        attempt.reserved, attempt.computed, attempt.unforked, attempt.forks = None, None, [], []
         del self._starting[attempt]
-        for seq, token in zip(seqs, (head, *others), strict=True):
+        for seq, token in zip(seqs, tokens, strict=True):
             prompt = attempt.work.prompt.tokens
             draw = SequenceDraw(params, prompt, choice=token.index, outputs=(token.token_id,))
-            choice = Choice(attempt, token.index, seq, draw)
-            attempt.choices[token.index] = self._choices[seq] = choice
+            self._decode(attempt, token.index, seq, draw)
         return True
+
+    def _decode(self, attempt: DecodeAttempt, index: int, seq: int, draw: SequenceDraw) -> None:
+        """The choice decodes from the next step on."""
+        attempt.choices[index] = self._choices[seq] = Choice(attempt, index, seq, draw)
 
     def _drop_forks(self, attempt: DecodeAttempt) -> None:
         for seq in attempt.forks:
@@ -196,8 +238,15 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         for attempt in list(self._starting):
             self._guard(attempt, self._start, attempt)
         stuck = list(self._starting)
-        if stuck and not self._scheduler.running and self._scheduler.reserved <= len(stuck):
+        held = sum(attempt.reserved is not None for attempt in stuck)
+        if not stuck or self._scheduler.running or self._scheduler.reserved > held:
+            self._stuck = False
+        elif not self._stuck:
+            # What waits may start in this turn.
+            self._stuck = True
+        else:
             # Nothing runs and nothing else is on its way: no block will ever come free by waiting.
+            self._stuck = False
             detail = f"no room for {len(stuck[-1].unforked)} choices"
             self._fail(stuck[-1], pb.FAILURE_REASON_NO_CAPACITY, detail)
 
@@ -205,7 +254,10 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def draws(self, plan: StepPlan) -> list[SequenceDraw]:
         """See RoleHandler."""
-        return [self._choices[seq].draw for seq in plan.seq.tolist()]
+        now, choices = self._clock(), self._choices
+        return [
+            choices[seq].draw if seq in choices else self._local.draw(seq, now) for seq in plan.seq.tolist()
+        ]
 
     def on_step(self, plan: StepPlan, result: StepResult) -> None:
         """See RoleHandler."""
@@ -213,7 +265,13 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         failed: list[DecodeAttempt] = []
         seqs, sampled, tokens = plan.seq.tolist(), plan.sample.tolist(), result.tokens.tolist()
         for index, seq in enumerate(seqs):
-            choice = self._choices.get(seq)
+            choice, computing = self._choices.get(seq), self._local.attempt_of(seq)
+            if computing is not None:
+                if index in result.failed:
+                    failed.append(computing)
+                elif sampled[index]:
+                    self._guard(computing, self._drawn, computing, result, index)
+                continue
             if not sampled[index] or choice is None:
                 continue
             if index in result.failed:
@@ -243,6 +301,10 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         if self._starting:
             self._retry_starts()
 
+    def next_wake(self, now: float) -> float | None:
+        """See RoleHandler."""
+        return now if self._starting and self._stuck else super().next_wake(now)
+
     def _free(self, attempt: DecodeAttempt, reason: Reason | None, detail: str) -> None:
         self._stop_fetch(attempt)
         self._starting.pop(attempt, None)
@@ -251,6 +313,10 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             self._scheduler.remove(choice.seq)
         attempt.choices.clear()
         self._drop_forks(attempt)
+        for own in (self._local.end(attempt), attempt.computed):
+            if own is not None:
+                self._scheduler.remove(own)
+        attempt.computed = None
         if attempt.reserved is None:
             return
         seq, attempt.reserved = attempt.reserved, None

@@ -34,8 +34,3 @@ class PrefillAttempt:
     def key(self) -> AttemptKey:
         """Its id."""
         return self.work.key
-
-    @property
-    def draws(self) -> tuple[SequenceDraw, ...]:
-        """The draw of each choice, in order."""
-        return (self.draw, *self.draw.siblings)

@@ -12,17 +12,16 @@ cancel.
 
 from twinpool._core import StepPlan
 from twinpool.engine.runner import SequenceDraw, StepResult
-from twinpool.engine.sampling import TokenLogprobs
 from twinpool.logs import get_logger
 from twinpool.prefill_worker.attempt import PrefillAttempt
 from twinpool.transfer.base import AttemptKey
 from twinpool.transfer.offer import OfferEnd
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.commands import CommandError, PrefillWork, Reason
+from twinpool.worker.first_tokens import first_draw, first_tokens
 from twinpool.worker.load import duration
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.role_base import RoleBase
-from twinpool.worker.tokens import finish_reason, position_logprobs
 
 log = get_logger(__name__)
 
@@ -65,7 +64,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             work=work,
             session=session,
             deadline=deadline,
-            draw=_draw(work),
+            draw=first_draw(work.draw, work.prompt),
             offered=work.reader_cached_blocks,
             arrived=self._clock(),
         )
@@ -111,7 +110,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             if index in result.failed:
                 failed.append(attempt)
             elif sampled[index]:
-                self._guard(attempt, self._complete, attempt, _logprobs(result, index))
+                self._guard(attempt, self._complete, attempt, result, index)
             else:
                 self._guard(attempt, self._offer_chunk, attempt, seq)
         self._fail_unhealthy(failed)
@@ -125,18 +124,15 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             first, attempt.offered = attempt.offered, full
             self._offers.announce(self._clock(), attempt.key, first, blocks, full * size)
 
-    def _complete(self, attempt: PrefillAttempt, logprobs: list[TokenLogprobs | None]) -> None:
+    def _complete(self, attempt: PrefillAttempt, result: StepResult, index: int) -> None:
         """The prompt is computed and every choice has its first token."""
         seq = attempt.seq
         assert seq is not None
         now, length = self._clock(), len(attempt.work.prompt)
-        first_tokens = [
-            _first_token(index, draw, entry)
-            for index, (draw, entry) in enumerate(zip(attempt.draws, logprobs, strict=True))
-        ]
+        drawn = first_tokens(attempt.draw, result, index)
         blocks = self._scheduler.blocks(seq)[attempt.offered : self._limits.blocks_of(length)]
         # The pins are taken here, so the sequence can go.
-        self._offers.complete(now, attempt.key, attempt.offered, blocks, length, first_tokens)
+        self._offers.complete(now, attempt.key, attempt.offered, blocks, length, drawn)
         cached = self._scheduler.cached_tokens(seq)
         self._count_prefix(length, cached)
         attempt.done = True
@@ -144,7 +140,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         started = attempt.arrived if attempt.started is None else attempt.started
         done = pb.PrefillDone(
             id=attempt.key.message(),
-            first_tokens=first_tokens,
+            first_tokens=drawn,
             cached_tokens=cached,
             queue_time=duration(started - attempt.arrived),
             compute_time=duration(now - started),
@@ -177,23 +173,3 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             seq, attempt.seq = attempt.seq, None
             del self._computing[seq]
             self._scheduler.remove(seq)
-
-
-def _draw(work: PrefillWork) -> SequenceDraw:
-    """The first choice's draw; the other choices draw from the same logits."""
-    params, prompt = work.draw.params, work.prompt.tokens
-    siblings = tuple(SequenceDraw(params, prompt, choice=index) for index in range(1, work.draw.n))
-    return SequenceDraw(params, prompt, siblings=siblings)
-
-
-def _logprobs(result: StepResult, index: int) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the first token of each choice, None where not asked for."""
-    own = result.logprobs[index] if result.logprobs is not None else None
-    return [own, *(drawn.logprobs for drawn in result.siblings.get(index, ()))]
-
-
-def _first_token(index: int, draw: SequenceDraw, logprobs: TokenLogprobs | None) -> pb.FirstToken:
-    token = pb.FirstToken(index=index, token_id=draw.outputs[0], finish=finish_reason(draw.finish()))
-    if logprobs is not None:
-        token.logprobs.CopyFrom(position_logprobs(logprobs))
-    return token

@@ -111,12 +111,15 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """A checked DecodeCommand. ``deadline_seconds`` counts from its arrival; None: no deadline."""
+    """A checked DecodeCommand. ``deadline_seconds`` counts from its arrival; None: no deadline.
+
+    ``owner`` None: no other worker computes the prompt.
+    """
 
     key: AttemptKey
     prompt: Prompt
     draw: Draw
-    owner: WorkerKey
+    owner: WorkerKey | None
     owner_endpoint: str
     priority: int
     deadline_seconds: float | None
@@ -193,13 +196,14 @@ def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
     key = _attempt(command.id)
     draw = _draw(command.draw, limits)
     prompt = _prompt(command.prompt, draw, limits)
-    if not command.owner_endpoint:
-        raise _invalid("owner_endpoint is empty")
+    remote = command.HasField("owner")
+    if remote != bool(command.owner_endpoint):
+        raise _invalid(f"owner_endpoint is {'empty' if remote else 'set without an owner'}")
     return DecodeWork(
         key=key,
         prompt=prompt,
         draw=draw,
-        owner=worker_key(command.owner, "owner"),
+        owner=worker_key(command.owner, "owner") if remote else None,
         owner_endpoint=command.owner_endpoint,
         priority=command.priority,
         deadline_seconds=_deadline(command),

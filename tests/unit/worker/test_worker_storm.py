@@ -27,6 +27,7 @@ _operations = st.lists(
                 "start",
                 "start-fetch",
                 "start-fetch",
+                "start-local",
                 "turn",
                 "turn",
                 "cancel-both",
@@ -63,6 +64,7 @@ class Storm:
         self.answers: dict[str, Answer] = {}
         self.ended: set[str] = set()
         self.fetching: set[str] = set()
+        self.local: set[str] = set()
 
     def apply(self, kind: str, number: int) -> None:
         pair = self.pair
@@ -73,7 +75,10 @@ class Storm:
                 self.fetching.add(name)
             self.prompts[name], self.answers[name] = number, Answer(1)
             prompt = random_prompt(LENGTHS[number], seed=number)
-            pair.decode.do(decode_command(pair, prompt, name, max_tokens=MAX_TOKENS))
+            local = kind == "start-local"
+            if local:
+                self.local.add(name)
+            pair.decode.do(decode_command(pair, prompt, name, local=local, max_tokens=MAX_TOKENS))
         elif kind.startswith("cancel"):
             for worker in (pair.decode, pair.prefill):
                 if kind in ("cancel-both", f"cancel-{worker.key.name.split('-')[0]}"):
@@ -107,11 +112,13 @@ class Storm:
         pair.turn()
         for message in pair.decode.take("reserved"):
             name, cached = message.reserved.id.request_id, message.reserved.cached_blocks
+            if name in self.local:
+                continue
             prompt = random_prompt(LENGTHS[self.prompts[name]], seed=self.prompts[name])
             full = len(prompt) // BLOCK
             prefix = prefix_source(pair.decode, full) if name in self.fetching and full else None
             pair.prefill.do(prefill_command(pair, prompt, name, cached, prefix=prefix, max_tokens=MAX_TOKENS))
-        for message in pair.prefill.take("prefill_done"):
+        for message in (*pair.prefill.take("prefill_done"), *pair.decode.take("prefill_done")):
             for first in message.prefill_done.first_tokens:
                 self.answers[message.prefill_done.id.request_id]._add(0, 0, first.token_id, first.finish)
         for message in pair.decode.take("step"):

@@ -346,9 +346,9 @@ class Answer:
         for worker in (pair.prefill, pair.decode):
             failed = worker.take("failed")
             assert not failed, failed
-        for done in pair.prefill.take("prefill_done"):
-            for first in done.prefill_done.first_tokens:
-                self._add(first.index, 0, first.token_id, first.finish)
+            for done in worker.take("prefill_done"):
+                for first in done.prefill_done.first_tokens:
+                    self._add(first.index, 0, first.token_id, first.finish)
         self.handed_off |= bool(pair.decode.take("handoff_done"))
         for step in pair.decode.take("step"):
             for token in step.step.tokens:

@@ -25,14 +25,16 @@ def decode_command(
     deadline: float | None = None,
     *,
     prefix: pb.PrefixSource | None = None,
+    local: bool = False,
     **spec: object,
 ) -> pb.SessionRequest:
+    """``local``: the decode worker computes the prompt itself."""
     command = pb.DecodeCommand(
         id=pb.AttemptId(request_id=request_id, attempt=1),
         prompt=prompt_spec(prompt, ROOT, BLOCK),
         draw=draw_spec(**spec),  # type: ignore[arg-type]
-        owner=worker_id(pair.prefill.key),
-        owner_endpoint="127.0.0.1:1",
+        owner=None if local else worker_id(pair.prefill.key),
+        owner_endpoint="" if local else "127.0.0.1:1",
         prefix=prefix,
     )
     set_deadline(command, deadline)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first token of each choice, drawn from the same logits by whoever computes the prompt."""
+
+from twinpool.engine.runner import StepResult
+from twinpool.engine.sampling import SequenceDraw, TokenLogprobs
+from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.commands import Draw, Prompt
+from twinpool.worker.tokens import finish_reason, position_logprobs
+
+
+def first_draw(draw: Draw, prompt: Prompt) -> SequenceDraw:
+    """The first choice's draw, with those of the other choices as its siblings."""
+    params, tokens = draw.params, prompt.tokens
+    siblings = tuple(SequenceDraw(params, tokens, choice=index) for index in range(1, draw.n))
+    return SequenceDraw(params, tokens, siblings=siblings)
+
+
+def first_tokens(draw: SequenceDraw, result: StepResult, index: int) -> list[pb.FirstToken]:
+    """What was drawn, once the step has computed the prompt's last token as its entry ``index``."""
+    own = result.logprobs[index] if result.logprobs is not None else None
+    entries = [own, *(drawn.logprobs for drawn in result.siblings.get(index, ()))]
+    return [
+        _token(choice, drawn, entry)
+        for choice, (drawn, entry) in enumerate(zip((draw, *draw.siblings), entries, strict=True))
+    ]
+
+
+def _token(index: int, draw: SequenceDraw, logprobs: TokenLogprobs | None) -> pb.FirstToken:
+    token = pb.FirstToken(index=index, token_id=draw.outputs[0], finish=finish_reason(draw.finish()))
+    if logprobs is not None:
+        token.logprobs.CopyFrom(position_logprobs(logprobs))
+    return token
