@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +38,8 @@ class Device:
 
 @cache
 def _cuda_device(index: int) -> Device:
-    found = torch.cuda.get_device_properties(index)
+    # torch's stub lacks the opt-in size.
+    found: Any = torch.cuda.get_device_properties(index)
     return Device(
         found.multi_processor_count, found.shared_memory_per_block_optin, (found.major, found.minor)
     )
