@@ -51,8 +51,8 @@ struct Request {
   double placed_at = 0.0;
   double computing_since = 0.0;  // as far as is known
   bool clean_sample = false;     // the prefill worker was idle: its time tells its speed
-  double charged = 0.0;        // virtual time that the tenant paid
-  double bucket_tokens = 0.0;  // taken from the tenant's bucket
+  double charged = 0.0;          // virtual time that the tenant paid
+  double bucket_tokens = 0.0;    // taken from the tenant's bucket
 };
 
 }  // namespace twinpool::admission
