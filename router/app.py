@@ -42,7 +42,7 @@ class Router:
         self.admission = Admission(self.core)
         self.tokenize = TokenizeHop(config.router)
         self.models = ModelTable(self.tokenize, config.model.path)
-        self.locality = Locality(self.core)
+        self.locality = Locality(self.core, config.kv_events)
         self.fleet = Fleet(
             config,
             self.admission,
@@ -61,6 +61,7 @@ class Router:
         """Binds and serves; returns host:port. Raises PORT_UNAVAILABLE."""
         self._server.add(SERVICE, register, self.service)
         port = self._server.bind(self.config.router.host, self.config.router.port)
+        self.locality.start()
         await self._server.start()
         host = self.config.router.host
         # What others dial: an address that stands for all of this host's own is none to dial.
@@ -82,6 +83,7 @@ class Router:
         await self.background.drain(self.config.router.cancel_timeout_seconds)
         self.admission.close()
         await self.fleet.close()
+        await asyncio.to_thread(self.locality.close)
         self.models.close()
         self.tokenize.close()
 
@@ -97,6 +99,7 @@ class Router:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             try:
                 self.fleet.reap()
+                self.locality.watch()
                 self._show_counts()
                 await self._show_health()
             except Exception as error:

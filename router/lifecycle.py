@@ -47,7 +47,7 @@ class Attempt:
         self.number = action.attempt
         self.prefill = WorkerKey(*action.prefill)
         self.decode = WorkerKey(*action.decode)
-        self.predicted_blocks = action.predicted_cached_blocks
+        self.prediction = request.hops.locality.placed(request.prepared, action)
         self.answer: Answer = request.new_answer()
         self.over = False
         self.reserved: worker.Reserved | None = None
@@ -81,7 +81,6 @@ class Attempt:
         request, prepared = self._request, self._request.prepared
         cached = min(message.cached_blocks, len(prepared.hashes))
         request.hop(RESERVE)
-        request.hops.locality.reserved(self.decode, prepared, cached)
         command = prefill_command(prepared, self._id, worker_id(self.decode), cached)
         request.tell("prefill_started")
         self._send(self.prefill, worker.SessionRequest(prefill=command))
@@ -97,7 +96,7 @@ class Attempt:
         self.prefill_done = message
         request.hop(PREFILL)
         request.hops.admission.observe_prefill(self.prefill, prepared.prompt_tokens, message)
-        request.hops.locality.prefilled(self.prefill, prepared, self.predicted_blocks, message.cached_tokens)
+        request.hops.locality.prefilled(self.prediction, message.cached_tokens)
         for first in message.first_tokens:
             self._push(first, 0)
         for event in self._early:
@@ -344,9 +343,6 @@ class Lifecycle:
         self.hop(DECODE)
         self._over = True
         attempt.finish()
-        if attempt.handoff is not None:
-            outputs = [choice.generated for choice in attempt.answer.choices]
-            self.hops.locality.decoded(attempt.decode, self.prepared, outputs)
         self._ready.append(finished_event(self.prepared, attempt, self.clock))
         self.wake()
 

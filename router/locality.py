@@ -1,104 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker holds which prefix, as far as the router has seen it.
+"""Which worker holds which prefix, and how true that is.
 
-The index is fed from what passed through this router: a finished prefill leaves the prompt's full blocks on the prefill
-worker, a finished answer leaves prompt and output on the decode worker. Workers evict without telling, so each worker's
-part is bounded by its pool with the worker's own order (least recently used first, leaves before ancestors), and every
-count of cached tokens that a worker reports corrects what was believed.
+The index is fed by what the workers say (``index/``), not by what passed through this router: so a router that has just
+started knows as much as the others. What placement expected is compared, request by request, with what the prefill worker
+found; when the two part, the condition ``LocalityDegraded`` says so, with the cause.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from twinpool import metrics
-from twinpool._core import RouterCore, hash_blocks
+from twinpool._core import Action, RouterCore
+from twinpool.config import KvEventsConfig
 from twinpool.ids import WorkerKey
+from twinpool.kv_events import CacheState
+from twinpool.router.index import Follower, SegmentView, WorkerLocality
+from twinpool.router.locality_condition import LocalityCondition
 from twinpool.router.request import Prepared
+from twinpool.v1.control_pb2 import WorkerRecord
 
-_HASH_BYTES = 16
+
+@dataclass(slots=True)
+class Prediction:
+    """What was known of one placement, in tokens of the prompt that can be found in a cache (never the last token, which is
+    always computed). ``best``: on the worker of any role that held most; ``selected``: what the chosen prefill worker was
+    expected to find, a fetch included; ``actual``: what it found; None: it has not said."""
+
+    query: int
+    best: int
+    selected: int
+    actual: int | None = None
 
 
 class Locality:
-    """Feeds and corrects the core's prefix index."""
+    """One a router. All methods on the event loop."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(
+        self, core: RouterCore, config: KvEventsConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._core = core
-        self._held: dict[WorkerKey, OrderedDict[bytes, None]] = {}
-        self._capacity: dict[WorkerKey, int] = {}
+        self._segments: SegmentView | None = None
+        self.condition = LocalityCondition(clock)
+        self._follower = Follower(core, config, self._state, clock)
 
-    def set_capacity(self, key: WorkerKey, num_blocks: int) -> None:
-        """The most blocks that a worker can hold."""
-        self._capacity[key] = num_blocks
+    # --- life
+
+    def start(self) -> None:
+        """Starts to follow events."""
+        self._follower.start()
+
+    def use_segments(self, segments: SegmentView) -> None:
+        """Where to begin with a worker. Without, each worker is asked for a snapshot."""
+        self._segments = segments
+
+    def close(self) -> None:
+        """Follows nothing any more."""
+        self._follower.close()
+
+    # --- workers
+
+    def follow(self, key: WorkerKey, record: WorkerRecord) -> None:
+        """A worker that the core knows. Idempotent."""
+        self._follower.follow(key, record)
 
     def drop(self, key: WorkerKey) -> None:
         """Forgets an incarnation of a worker; the core has dropped its part of the index already."""
-        self._held.pop(key, None)
-        self._capacity.pop(key, None)
+        self._follower.drop(key)
 
-    def blocks(self, key: WorkerKey) -> int:
-        """Blocks believed to be on a worker."""
-        return len(self._held.get(key, ()))
+    def segments_changed(self, key: WorkerKey) -> None:
+        """A worker's segments in etcd differ. From any thread."""
+        self._follower.segments_changed(key)
 
-    def prefilled(
-        self, key: WorkerKey, prepared: Prepared, predicted_blocks: int, cached_tokens: int
-    ) -> None:
-        """Prefill is done: the worker holds all of the prompt's full blocks, and said how many it had before."""
+    def statuses(self) -> list[WorkerLocality]:
+        """How well each worker is known."""
+        return self._follower.statuses()
+
+    # --- requests
+
+    def placed(self, prepared: Prepared, action: Action) -> Prediction:
+        """A pair was chosen: notes what is known at this moment."""
         block_tokens = prepared.group.block_tokens
-        metrics.ROUTER_PREDICTED_CACHED_TOKENS.inc(
-            min(predicted_blocks * block_tokens, prepared.prompt_tokens)
+        usable = max(0, prepared.prompt_tokens - 1) // block_tokens
+        holders = self._core.longest_prefix(prepared.hashes) if usable else []
+        best = max((blocks for _, blocks in holders), default=0)
+        return Prediction(
+            query=prepared.prompt_tokens,
+            best=min(best, usable) * block_tokens,
+            selected=min(action.predicted_cached_blocks, usable) * block_tokens,
         )
+
+    def prefilled(self, prediction: Prediction, cached_tokens: int) -> None:
+        """Prefill is done: the worker said what it had found."""
+        prediction.actual = cached_tokens
+        error = prediction.selected - cached_tokens
+        metrics.ROUTER_QUERY_TOKENS.inc(prediction.query)
+        metrics.ROUTER_BEST_CACHED_TOKENS.inc(prediction.best)
+        metrics.ROUTER_PREDICTED_CACHED_TOKENS.inc(prediction.selected)
         metrics.ROUTER_CACHED_TOKENS.inc(cached_tokens)
-        metrics.ROUTER_KV_HIT_RATE.observe(cached_tokens / prepared.prompt_tokens)
-        self._store(key, prepared.hashes)
+        metrics.ROUTER_KV_HIT_RATE.observe(cached_tokens / prediction.query)
+        metrics.ROUTER_PREDICTION_ERROR.labels("over" if error > 0 else "under").observe(abs(error))
+        self.condition.observe(error, prediction.query)
 
-    def reserved(self, key: WorkerKey, prepared: Prepared, cached_blocks: int) -> None:
-        """The decode worker said how many leading blocks it holds: what was believed beyond them is gone."""
-        held = self._held.get(key)
-        if held is None or cached_blocks >= len(prepared.hashes):
-            return
-        gone = [name for name in _split(prepared.hashes[cached_blocks:]) if name in held]
-        if gone:
-            self._remove(key, held, gone)
+    def watch(self) -> None:
+        """Looks whether the condition holds. Called every half second or so."""
+        store_lost = self._segments is not None and not self._segments.connected
+        self.condition.update(
+            self.statuses(), evicted=self._core.stats()["index_evicted"], store_lost=store_lost
+        )
 
-    def decoded(self, key: WorkerKey, prepared: Prepared, outputs: Sequence[Sequence[int]]) -> None:
-        """The answer is finished: prompt and output are on the decode worker, but for each choice's last token,
-        whose KV nobody computed."""
-        block_tokens = prepared.group.block_tokens
-        full = len(prepared.hashes)
-        parent = prepared.hashes[-1].tobytes() if full else prepared.root
-        tail = prepared.tokens[full * block_tokens :]
-        for output in outputs:
-            if len(tail) + len(output) > block_tokens:
-                tokens = np.concatenate([tail, np.asarray(output[:-1], np.int32)])
-                self._store(key, hash_blocks(parent, tokens, block_tokens))
-        # After its leaves, so that it is younger than they are.
-        self._store(key, prepared.hashes)
-
-    def _store(self, key: WorkerKey, hashes: NDArray[np.uint8]) -> None:
-        capacity = self._capacity.get(key)
-        if capacity is None or not len(hashes):
-            return
-        held = self._held.setdefault(key, OrderedDict())
-        # Leaves first, so that an ancestor is always younger than what hangs on it.
-        for name in reversed(_split(hashes)):
-            held[name] = None
-            held.move_to_end(name)
-        self._core.index_stored(key.name, key.incarnation, hashes)
-        excess = len(held) - capacity
-        if excess > 0:
-            oldest = iter(held)
-            self._remove(key, held, [next(oldest) for _ in range(excess)])
-
-    def _remove(self, key: WorkerKey, held: OrderedDict[bytes, None], names: list[bytes]) -> None:
-        for name in names:
-            held.pop(name, None)
-        gone = np.frombuffer(b"".join(names), np.uint8).reshape(-1, _HASH_BYTES)
-        self._core.index_removed(key.name, key.incarnation, gone)
-
-
-def _split(hashes: NDArray[np.uint8]) -> list[bytes]:
-    raw = hashes.tobytes()
-    return [raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES)]
+    def _state(self, key: WorkerKey) -> CacheState | None:
+        return self._segments.state(key) if self._segments is not None else None

@@ -14,6 +14,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.membership import Registration, WorkerWatch
 from twinpool.router.app import Router
+from twinpool.router.index import SegmentView
 from twinpool.rpc import join_address, stop_event
 from twinpool.store import connect_store
 from twinpool.v1 import control_pb2
@@ -21,6 +22,9 @@ from twinpool.v1 import control_pb2
 log = get_logger(__name__)
 
 _SYNC_LOG_SECONDS: Final = 5.0
+
+_SEGMENTS_SECONDS: Final = 3.0
+# So long the workers wait for what etcd knows of their caches; after it they are asked themselves.
 
 
 def run(config: TwinpoolConfig) -> int:
@@ -50,9 +54,13 @@ async def _run(config: TwinpoolConfig) -> int:
         on_event=router.on_member,
         is_alive=router.fleet.reachable,
     )
+    segments = SegmentView(store, config.cluster.name, router.locality.segments_changed)
     registration: Registration | None = None
     try:
+        router.locality.use_segments(segments)
         endpoint = await router.start()
+        segments.start()
+        await asyncio.to_thread(segments.wait_synced, _SEGMENTS_SECONDS)
         await watch.start()
         registration = Registration(
             store,
@@ -73,6 +81,7 @@ async def _run(config: TwinpoolConfig) -> int:
             await registration.stop()
         await router.stop(config.router.drain_timeout_seconds)
         await watch.stop()
+        await asyncio.to_thread(segments.close)
         await asyncio.to_thread(store.close)
         log.info("router_stopped")
 

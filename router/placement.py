@@ -183,7 +183,7 @@ class Fleet:
         self._admission.upsert_worker(
             key, pool, _ROLES[record.role], _STATES.get(record.state, "starting"), record
         )
-        self._locality.set_capacity(key, record.num_blocks)
+        self._locality.follow(key, record)
 
     def _forget(self, key: WorkerKey) -> None:
         self._admission.remove_worker(key)

@@ -38,7 +38,6 @@ class Choice:
         "_text",
         "_worker_finish",
         "finish",
-        "generated",
         "index",
         "received",
         "sent",
@@ -50,7 +49,6 @@ class Choice:
         self.index = index
         self.received = 0
         self.sent = 0
-        self.generated: list[int] = []
         self.finish: pb.FinishReason.ValueType = _RUNNING
         self.stop_string: str | None = None
         self.stop_token_id: int | None = None
@@ -122,7 +120,6 @@ class Choice:
                 message.logprobs.extend(logprobs)
             out.append(response)
             self.sent += used
-            self.generated += ids
 
     def _decode(self, ids: list[int]) -> tuple[int, str]:
         """How many of ``ids`` belong to the answer, and their text."""

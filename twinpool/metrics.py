@@ -123,6 +123,25 @@ ROUTER_PREDICTED_CACHED_TOKENS = Counter(
 ROUTER_CACHED_TOKENS = Counter(
     "twinpool_router_cached_tokens", "Prompt tokens that the prefill worker found in its cache."
 )
+ROUTER_QUERY_TOKENS = Counter(
+    "twinpool_router_query_tokens", "Prompt tokens of the prefills that the next counters are about."
+)
+ROUTER_BEST_CACHED_TOKENS = Counter(
+    "twinpool_router_best_cached_tokens",
+    "Prompt tokens that the worker with the longest prefix held when the request was placed.",
+)
+ROUTER_PREDICTION_ERROR = Histogram(
+    "twinpool_router_prediction_error_tokens",
+    "Predicted minus actual cached tokens of a prefill, without the sign; direction over: fewer were found.",
+    ["direction"],
+    buckets=(0.0, *TOKEN_BUCKETS),
+)
+ROUTER_LOCALITY_DEGRADED = Gauge(
+    "twinpool_router_locality_degraded",
+    "1 while the index is not to be trusted for this cause: unreachable, resyncing, no_event_stream, "
+    "prediction_error, index_full, store_lost.",
+    ["cause"],
+)
 ROUTER_KV_HIT_RATE = Histogram(
     "twinpool_router_kv_hit_rate", "Cached share of a prompt, 0 to 1.", buckets=RATIO_BUCKETS
 )

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from tests.support.fake_cache import FakeCache
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
@@ -149,6 +150,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.overlaps: list[AttemptKey] = []
         self.sessions: list[_Session] = []
         self.port = 0
+        # With one, prefills report what they really found in it, and it publishes its KV events.
+        self.cache: FakeCache | None = None
         self._fields: dict[str, object] = record
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
@@ -207,6 +210,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "vocab_size": 258,
             "eos_token_ids": [257],
         } | self._fields
+        if self.cache is not None:
+            values |= self.cache.endpoints()
         record = control_pb2.WorkerRecord(role=self.role, state=state, endpoint=self.endpoint, **values)  # type: ignore[arg-type]
         record.worker.name, record.worker.incarnation = self.key.name, self.key.incarnation
         return record
@@ -306,10 +311,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if script.report_seconds and not handed.done():
             handed.set_result(tokens)
         await asyncio.sleep(script.report_seconds)
+        cached = script.prefill_cached_tokens if self.cache is None else self.cache.use_prompt(command.prompt)
         if "prefill_done" not in script.silent:
-            done = pb.PrefillDone(
-                id=command.id, first_tokens=tokens, cached_tokens=script.prefill_cached_tokens
-            )
+            done = pb.PrefillDone(id=command.id, first_tokens=tokens, cached_tokens=cached)
             session.send(prefill_done=done)
         if not handed.done():
             handed.set_result(tokens)

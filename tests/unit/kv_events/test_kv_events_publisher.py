@@ -13,10 +13,11 @@ from twinpool.config import KvEventsConfig
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.kv_events import END_SEQUENCE, EventDecodeError, KVEventBatch, decode, digest, split, wire
-from twinpool.worker.kv_events import publisher as module
-from twinpool.worker.kv_events.publisher import EventPublisher, batches_of
+from twinpool.worker.kv_events import stream as module
+from twinpool.worker.kv_events.publisher import EventPublisher
 from twinpool.worker.kv_events.ring import ReplayRing
 from twinpool.worker.kv_events.shadow import Change, RawEvent
+from twinpool.worker.kv_events.stream import batches_of
 
 KEY = WorkerKey("w", 0xABC)
 SETTINGS = KvEventsConfig(heartbeat_seconds=0.05, replay_batches=4, silence_seconds=1.0)

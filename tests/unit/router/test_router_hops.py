@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.waiting import until
 from twinpool._core import Action, AdmissionConfig, CoreError, RouterCore, hash_blocks, root_hash
@@ -15,7 +13,6 @@ from twinpool.config import RouterSection
 from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.router.admission import Admission, core_config
-from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
 from twinpool.router.outcome import core_error, found, lost, said_by
 from twinpool.router.request import Group, Prepared
@@ -38,87 +35,6 @@ def prepared(tokens: list[int]) -> Prepared:
         "r", "r", GROUP, array, hash_blocks(ROOT, array, BLOCK), ROOT, inference.SamplingParams(), 100, 0, (),
         (), False, 1, None, 0, "", 0, 0.0, 0.0, Deadline(),
     )  # fmt: skip
-
-
-def core_with(num_blocks: int) -> tuple[RouterCore, Locality]:
-    core = RouterCore(AdmissionConfig())
-    core.upsert_worker(0.0, KEY.name, KEY.incarnation, "pool", "decode", "ready", "fp", num_blocks, BLOCK, 8)
-    locality = Locality(core)
-    locality.set_capacity(KEY, num_blocks)
-    return core, locality
-
-
-def known(core: RouterCore, tokens: list[int]) -> int:
-    """Leading blocks of ``tokens`` that the index says are on the worker."""
-    return dict(core.longest_prefix(prepared(tokens).hashes)).get(KEY.name, 0)
-
-
-# --- locality -------------------------------------------------------------------------------
-
-
-def test_a_finished_answer_leaves_prompt_and_output() -> None:
-    core, locality = core_with(64)
-    prompt, output = list(range(40)), list(range(100, 130))
-    locality.decoded(KEY, prepared(prompt), [output])
-    whole = prompt + output
-    # The last token's KV was never computed: 69 tokens are 4 full blocks.
-    assert known(core, [*whole, 1, 2, 3]) == 4
-    locality.decoded(KEY, prepared(prompt), [[*output, *range(200, 212)]])
-    assert known(core, [*whole, *range(200, 212)]) == 5
-
-
-def test_each_choice_leaves_its_own_blocks() -> None:
-    core, locality = core_with(64)
-    prompt = list(range(20))
-    outputs = [list(range(100, 140)), list(range(150, 190))]
-    locality.decoded(KEY, prepared(prompt), outputs)
-    for output in outputs:
-        assert known(core, prompt + output) == 3
-
-
-def test_a_worker_is_not_believed_to_hold_more_than_its_pool() -> None:
-    core, locality = core_with(8)
-    for seed in range(10):
-        locality.prefilled(KEY, prepared([seed * 20 + at % 7 for at in range(64)]), 0, 0)
-    assert locality.blocks(KEY) == 8
-    assert core.stats()["index_blocks"] == 8
-    assert known(core, [9 * 20 + at % 7 for at in range(64)]) == 4
-    assert known(core, [at % 7 for at in range(64)]) == 0
-
-
-def test_ancestors_outlive_their_leaves() -> None:
-    core, locality = core_with(6)
-    shared = list(range(32))
-    for seed in range(8):
-        locality.prefilled(KEY, prepared([*shared, *(100 + seed for _ in range(32))]), 0, 0)
-        assert known(core, shared) == 2, "what every prompt begins with stays"
-    long = list(range(8 * BLOCK))
-    locality.prefilled(KEY, prepared(long), 0, 0)
-    assert known(core, long) == 6, "of one prompt that is too long, the end goes"
-
-
-def test_what_a_worker_says_it_holds_corrects_the_index() -> None:
-    core, locality = core_with(64)
-    prompt = list(range(64))
-    locality.decoded(KEY, prepared(prompt), [])
-    assert known(core, prompt) == 4
-    locality.reserved(KEY, prepared(prompt), 1)
-    assert known(core, prompt) == 1
-    assert locality.blocks(KEY) == 1
-    locality.drop(KEY)
-    assert locality.blocks(KEY) == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 6)), max_size=30))
-def test_the_index_is_what_locality_believes(steps: list[tuple[int, int, int]]) -> None:
-    """Whatever comes in: the core's index of the worker and the router's own list are the same set, within the pool."""
-    core, locality = core_with(10)
-    for family, blocks, cached in steps:
-        request = prepared([family * 60 + at % 50 for at in range(blocks * BLOCK)])
-        locality.reserved(KEY, request, cached)
-        locality.prefilled(KEY, request, 0, 0)
-        assert core.workers()[0]["indexed_blocks"] == locality.blocks(KEY) <= 10
 
 
 # --- outcomes -------------------------------------------------------------------------------

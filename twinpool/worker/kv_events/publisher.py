@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, ParamSpec
 
 import zmq
 
@@ -14,18 +15,16 @@ from twinpool import metrics
 from twinpool.config import KvEventsConfig
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
-from twinpool.kv_events import digest, join, wire
+from twinpool.kv_events import wire
 from twinpool.kv_events.waker import Waker
 from twinpool.logs import get_logger
 from twinpool.rpc import join_address
-from twinpool.worker.kv_events.ring import ReplayRing
-from twinpool.worker.kv_events.segment_log import Position, SegmentLog, Write
-from twinpool.worker.kv_events.shadow import Change, RawEvent, Shadow
+from twinpool.worker.kv_events.segment_log import Position, Write
+from twinpool.worker.kv_events.shadow import RawEvent
+from twinpool.worker.kv_events.stream import EventStream, Numbered
 
 log = get_logger(__name__)
-
-HASHES_A_BATCH: Final = 4096
-"""Most hashes of a batch: about 75 KB. A burst becomes several batches."""
+P = ParamSpec("P")
 
 SEND_QUEUE: Final = 20_000
 """Messages that may wait for one slow subscriber or for one who asked for a replay. More are lost, which it notices."""
@@ -42,7 +41,6 @@ class EventPublisher:
     def __init__(self, config: KvEventsConfig, worker: WorkerKey, model: str, block_tokens: int) -> None:
         self._config = config
         self._worker = worker
-        self._block_tokens = block_tokens
         self._topic = wire.topic(wire.EVENTS, worker, model)
         self._alive_topic = wire.topic(wire.ALIVE, worker, model)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -53,16 +51,9 @@ class EventPublisher:
         self._inbox: deque[list[RawEvent]] = deque()
         self._waker = Waker()
         self._stopping = False
-        # Guards what the segment writer's thread asks for: shadow, log and ring move together.
+        # The segment writer's thread asks, too.
         self._lock = threading.Lock()
-        self._shadow = Shadow()
-        self._ring = ReplayRing(config.replay_batches, config.replay_bytes)
-        self._log = SegmentLog(worker.incarnation, self._shadow.hashes)
-        # Of the set as told so far.
-        self._blocks = 0
-        self._digest = 0
-        self._snapshot: tuple[int, list[bytes]] | None = None
-        self._ts = 0.0
+        self._stream = EventStream(config, worker, block_tokens)
         self._said_at = 0.0
         self._thread = threading.Thread(target=self._run, name="twinpool-kv-events", daemon=True)
 
@@ -109,22 +100,22 @@ class EventPublisher:
     def next_write(self) -> Write | None:
         """See ``SegmentLog``."""
         with self._lock:
-            return self._log.next_write()
+            return self._stream.log.next_write()
 
     def done(self, write: Write) -> None:
         """See ``SegmentLog``."""
         with self._lock:
-            self._log.done(write)
+            self._stream.log.done(write)
 
     def restart(self) -> None:
         """See ``SegmentLog``."""
         with self._lock:
-            self._log.restart()
+            self._stream.log.restart()
 
     def position(self) -> Position:
         """Where the stream and the set stand."""
         with self._lock:
-            return self._position()
+            return self._stream.position
 
     # --- the thread
 
@@ -152,51 +143,16 @@ class EventPublisher:
         while self._inbox:
             events = self._inbox.popleft()
             with self._lock:
-                changes = [change for event in events for change in self._shadow.apply(event)]
-                batches = [self._tell(batch) for batch in batches_of(changes)]
+                batches = self._stream.tell(events)
             for sequence, payload in batches:
                 self._pub.send_multipart((self._topic, wire.write_sequence(sequence), payload))
                 metrics.WORKER_KV_EVENT_BATCHES.inc()
             if batches:
                 self._said_at = time.monotonic()
 
-    def _tell(self, changes: list[Change]) -> tuple[int, bytes]:
-        """Numbers a batch and notes it for those who miss it."""
-        for change in changes:
-            self._blocks += len(change.hashes) if change.stored else -len(change.hashes)
-            self._digest ^= digest(join(change.hashes))
-        payload = self._encode(changes)
-        sequence = self._ring.append(payload)
-        for change in changes:
-            self._log.changed(self._position(), change.hashes, stored=change.stored)
-        return sequence, payload
-
-    def _encode(self, changes: list[Change], *, cleared: bool = False) -> bytes:
-        events: list[wire.BlockStored | wire.BlockRemoved | wire.AllBlocksCleared] = (
-            [wire.AllBlocksCleared()] if cleared else []
-        )
-        for change in changes:
-            if change.stored:
-                events.append(wire.stored(change.hashes, change.parent, self._block_tokens))
-            else:
-                events.append(wire.removed(change.hashes))
-        # A clock that is set back must not make a later batch look like an earlier one.
-        self._ts = max(self._ts, time.time())
-        batch = wire.KVEventBatch(
-            ts=self._ts,
-            events=events,
-            incarnation=self._worker.incarnation,
-            blocks=self._blocks,
-            digest=self._digest,
-        )
-        return wire.encode(batch)
-
-    def _position(self) -> Position:
-        return Position(self._ring.next, self._blocks, self._digest)
-
     def _say_alive(self) -> None:
         with self._lock:
-            sequence, payload = self._ring.next, self._encode([])
+            sequence, payload = self._stream.alive()
         self._pub.send_multipart((self._alive_topic, wire.write_sequence(sequence), payload))
         self._said_at = time.monotonic()
 
@@ -209,9 +165,9 @@ class EventPublisher:
             except zmq.Again:
                 return
             if len(frames) == 3 and len(frames[2]) == 8:
-                kind, answer = "replay", self._replayed(wire.read_sequence(frames[2]))
+                kind, answer = "replay", self._locked(self._stream.replay, wire.read_sequence(frames[2]))
             elif len(frames) == 4 and frames[2] == wire.SNAPSHOT:
-                kind, answer = "snapshot", self._snapshot_messages()
+                kind, answer = "snapshot", self._locked(self._stream.snapshot)
             else:
                 metrics.WORKER_KV_EVENT_REQUESTS.labels("invalid").inc()
                 continue
@@ -220,41 +176,13 @@ class EventPublisher:
                 self._send(frames[0], wire.write_sequence(sequence), payload)
             self._send(frames[0], wire.END_SEQUENCE, b"")
 
+    def _locked(self, call: Callable[P, list[Numbered]], *args: P.args, **kwargs: P.kwargs) -> list[Numbered]:
+        with self._lock:
+            return call(*args, **kwargs)
+
     def _send(self, to: bytes, sequence: bytes, payload: bytes) -> None:
         # To a reader that is gone, or whose queue is full, the socket drops; the reader asks again.
         self._replay.send_multipart((to, b"", sequence, payload), zmq.NOBLOCK)
-
-    def _replayed(self, start: int) -> list[tuple[int, bytes]]:
-        with self._lock:
-            return list(self._ring.since(start))
-
-    def _snapshot_messages(self) -> list[tuple[int, bytes]]:
-        """The whole set, encoded once however many ask for it while it stays the same."""
-        with self._lock:
-            sequence = self._ring.next
-            if self._snapshot is None or self._snapshot[0] != sequence:
-                batches = batches_of(self._shadow.chains()) or [[]]
-                messages = [self._encode(batch, cleared=at == 0) for at, batch in enumerate(batches)]
-                self._snapshot = (sequence, messages)
-            return [(sequence, payload) for payload in self._snapshot[1]]
-
-
-def batches_of(changes: list[Change]) -> list[list[Change]]:
-    """``changes`` in batches of at most ``HASHES_A_BATCH`` hashes, in their order; a long one is split."""
-    batches: list[list[Change]] = []
-    room = 0
-    for change in changes:
-        parent, at = change.parent, 0
-        while at < len(change.hashes):
-            if not room:
-                batches.append([])
-                room = HASHES_A_BATCH
-            piece = change.hashes[at : at + room]
-            batches[-1].append(Change(change.stored, piece, parent))
-            at += len(piece)
-            room -= len(piece)
-            parent = piece[-1] if change.stored else None
-    return batches
 
 
 def _bind(sock: "zmq.Socket[bytes]", host: str, port: int) -> str:
