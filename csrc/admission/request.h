@@ -36,7 +36,6 @@ struct Request {
   std::int64_t output_tokens = 0;  // of the attempt, over all choices
   bool delivered = false;          // the client has tokens
   std::vector<placement::WorkerRef> avoid;
-  bool avoid_strictly = false;  // the last failure must not meet the same worker again
 
   double queued_at = 0.0;
   double queue_until = k_never;                // end of the longest wait
@@ -51,8 +50,8 @@ struct Request {
   double placed_at = 0.0;
   double computing_since = 0.0;  // as far as is known
   bool clean_sample = false;     // the prefill worker was idle: its time tells its speed
-  double charged = 0.0;        // virtual time that the tenant paid
-  double bucket_tokens = 0.0;  // taken from the tenant's bucket
+  double charged = 0.0;          // virtual time that the tenant paid
+  double bucket_tokens = 0.0;    // taken from the tenant's bucket
 };
 
 }  // namespace twinpool::admission

@@ -94,7 +94,7 @@ class PrefixIndex::Search {
 
   Level& level() { return levels_[level_]; }
 
-  Key prefetch(std::uint32_t position) const {
+  [[nodiscard]] Key prefetch(std::uint32_t position) const {
     const Key key = Key::load(&hashes_[std::size_t{position} * k_hash_bytes]);
     index_.table_.shard(key).prefetch(key);
     return key;
