@@ -6,6 +6,7 @@ The core does no I/O and reads no clock: ``now`` is seconds, passed in. Hashes a
 Everything that the core returns as an array is a fresh array unless it says "view".
 """
 
+from collections.abc import Callable
 from typing import ClassVar, final
 
 import numpy as np
@@ -361,6 +362,8 @@ class RouterCore:
         """The worker holds these blocks. Idempotent; with ``counted`` each call is one more copy, ended by as many removals. tier: "device"|"host"."""
     def index_removed(self, name: str, incarnation: int, hashes: Hashes, *, tier: str = "device") -> None: ...
     def index_cleared(self, name: str, incarnation: int) -> None: ...
+    def index_hashes(self, name: str, incarnation: int, *, tier: str = "device") -> Hashes:
+        """All blocks that the worker holds in the tier, in no order."""
     def longest_prefix(self, hashes: Hashes) -> list[tuple[str, int]]:
         """(worker, leading blocks) of each worker that holds the first block, in the order of their registration slots. Exact where a
         worker holds all ancestors of what it holds, as block managers that evict leaves first do."""
@@ -395,6 +398,29 @@ class RouterCore:
         index_blocks, index_bytes, index_evicted, refused_<REASON>."""
     def explain(self, request: int) -> dict[str, object]:
         """Why the last placement was made: cost terms of the chosen pair and of the best others, or the obstacle."""
+
+    # recording
+    def record(self, max_bytes: int) -> None:
+        """Starts recording anew: the state, then all calls and outcomes, the newest ``max_bytes`` or a little less of them. 0 stops."""
+    def recorded(self) -> bytes:
+        """The log so far, compressed; empty if nothing was recorded. It holds block hashes, ids and names, no tokens and no text."""
+
+@final
+class ReplayReport:
+    """What became of a log's calls when they were made again."""
+    @property
+    def calls(self) -> int: ...
+    @property
+    def placements(self) -> int: ...
+    @property
+    def equal(self) -> bool: ...
+    @property
+    def mismatch(self) -> str:
+        """The first call whose outcome differs, with both outcomes; empty if none does."""
+
+def replay_log(log: bytes, line: Callable[[str], object] | None = None) -> ReplayReport:
+    """Makes all calls of ``RouterCore.recorded`` again and compares outcomes, up to the first difference. ``line`` gets a text
+    for each call. CoreError if the bytes are damaged or not a log."""
 
 @final
 class Submission:

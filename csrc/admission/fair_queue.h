@@ -32,6 +32,10 @@ struct QueueItem {
   std::int64_t tokens = 0;
   std::int64_t bytes = 0;
   bool front = false;  // was placed before: next of its line
+  template <typename A>
+  void archive(A& a) {
+    a(request, sequence, tenant, weight, priority, due, cost, tokens, bytes, front);
+  }
 };
 
 class QueuePlace;
@@ -61,6 +65,10 @@ class FairQueue {
   /// Gives back what a placement that did not come about was charged with.
   void refund(int priority, TenantId tenant, double charged);
 
+  template <typename A>
+  void archive(A& a) {
+    a(bands_, lines_, items_, promotions_, tokens_, bytes_, idle_since_collection_);
+  }
   [[nodiscard]] std::size_t requests() const noexcept { return items_.size(); }
   [[nodiscard]] std::int64_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] std::int64_t bytes() const noexcept { return bytes_; }
@@ -77,6 +85,10 @@ class FairQueue {
     std::uint64_t sequence = 0;
     std::uint64_t request = 0;
     auto operator<=>(const Key&) const = default;
+    template <typename A>
+    void archive(A& a) {
+      a(later, due, sequence, request);
+    }
   };
   using LineId = std::pair<int, TenantId>;  // priority, tenant
   struct Line {
@@ -85,12 +97,20 @@ class FairQueue {
     double tag = 0.0;         // its virtual time there
     double promote_at = 0.0;  // when it rises
     std::set<Key> waiting;
+    template <typename A>
+    void archive(A& a) {
+      a(virtual_time, level, tag, promote_at, waiting);
+    }
   };
   struct Band {
     double virtual_time = 0.0;                           // start of the line served last
     std::int64_t tokens = 0;                             // of its own lines
     std::size_t lines = 0;                               // own lines with requests, wherever they compete
     std::set<std::tuple<double, int, TenantId>> active;  // lines that compete here
+    template <typename A>
+    void archive(A& a) {
+      a(virtual_time, tokens, lines, active);
+    }
   };
 
   static Key key(const QueueItem& item) noexcept { return {!item.front, item.due, item.sequence, item.request}; }
@@ -118,16 +138,29 @@ class QueuePlace {
   QueuePlace& operator=(const QueuePlace&) = delete;
   QueuePlace(QueuePlace&& other) noexcept
       : queue_(std::exchange(other.queue_, nullptr)),
-        request_(other.request_) {}
+        request_(other.request_),
+        read_(std::exchange(other.read_, false)) {}
   QueuePlace& operator=(QueuePlace&& other) noexcept {
     if (this != &other) {
       reset();
       queue_ = std::exchange(other.queue_, nullptr);
       request_ = other.request_;
+      read_ = std::exchange(other.read_, false);
     }
     return *this;
   }
   ~QueuePlace() { reset(); }
+  template <typename A>
+  void archive(A& a) {
+    // NOLINTNEXTLINE(misc-const-correctness): a Reader writes it
+    bool held = queue_ != nullptr;
+    a(held, request_);
+    if constexpr (A::reading) {
+      read_ = held;
+    }
+  }
+  /// After an archive was read: the queue has its item already.
+  void attach(FairQueue& queue) noexcept { queue_ = std::exchange(read_, false) ? &queue : nullptr; }
 
  private:
   friend class FairQueue;
@@ -142,6 +175,7 @@ class QueuePlace {
 
   FairQueue* queue_ = nullptr;
   std::uint64_t request_ = 0;
+  bool read_ = false;
 };
 
 template <typename Visit>

@@ -35,6 +35,11 @@ class Rate {
     return weight_ / span;
   }
 
+  template <typename A>
+  void archive(A& a) {
+    a(weight_, at_, since_);
+  }
+
  private:
   static constexpr double k_span = 10.0;
   void decay(double now) noexcept {
@@ -71,6 +76,11 @@ class OutputRatio {
     return std::clamp<std::int64_t>(tokens, std::min<std::int64_t>(16, max_new_tokens), max_new_tokens);
   }
 
+  template <typename A>
+  void archive(A& a) {
+    a(mean_, spread_, samples_);
+  }
+
  private:
   double mean_;
   double spread_ = 0.0;
@@ -82,6 +92,11 @@ struct Pool {
       : id(pool_id),
         queue(config.ageing_seconds),
         output_ratio(config.expected_output_ratio) {}
+
+  template <typename A>
+  void archive(A& a) {
+    a(queue, drained_tokens, ended_requests, output_ratio, retry_at, prefilling);
+  }
 
   std::uint32_t id;
   FairQueue queue;

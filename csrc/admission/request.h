@@ -36,7 +36,6 @@ struct Request {
   std::int64_t output_tokens = 0;  // of the attempt, over all choices
   bool delivered = false;          // the client has tokens
   std::vector<placement::WorkerRef> avoid;
-  bool avoid_strictly = false;  // the last failure must not meet the same worker again
 
   double queued_at = 0.0;
   double queue_until = k_never;                // end of the longest wait

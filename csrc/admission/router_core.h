@@ -24,6 +24,7 @@
 #include "admission/machine.h"
 #include "admission/pool.h"
 #include "admission/request.h"
+#include "hash/hash128.h"
 #include "placement/placer.h"
 #include "placement/worker_table.h"
 #include "prefix/prefix_index.h"
@@ -93,6 +94,9 @@ class RouterCore {
   void observe_prefill(const std::string& name, std::uint64_t incarnation, std::int64_t tokens,
                        std::int64_t cached_tokens, double seconds);
   void observe_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks, double seconds);
+  /// Seeds a worker's cost model; ``kind``: "prefill", "transfer" or "step".
+  void set_cost_model(const std::string& name, std::uint64_t incarnation, const std::string& kind,
+                      const std::array<double, 3>& coefficients);
   void set_tenant(double now, const std::string& tenant, const TenantLimits& limits);
 
   // Prefix index (router_workers.cpp).
@@ -100,6 +104,9 @@ class RouterCore {
                     bool counted);
   void index_removed(const std::string& name, std::uint64_t incarnation, prefix::HashBytes hashes, prefix::Tier tier);
   void index_cleared(const std::string& name, std::uint64_t incarnation);
+  /// All blocks that a worker holds in a tier, in no order; none for an unknown worker.
+  void index_hashes(const std::string& name, std::uint64_t incarnation, prefix::Tier tier,
+                    std::vector<Hash128>& out) const;
   /// Live workers that hold at least the first block, in the order of their slots.
   void longest_prefix(prefix::HashBytes hashes, std::vector<std::pair<const placement::Worker*, std::uint32_t>>& out);
 
@@ -121,7 +128,17 @@ class RouterCore {
   [[nodiscard]] const prefix::PrefixIndex& index() const noexcept { return index_; }
   [[nodiscard]] const AdmissionConfig& config() const noexcept { return config_; }
 
+  /// The whole state as bytes; ``load`` of another core of the same configuration makes the two decide alike from then
+  /// on. Throws CoreError for bytes that are not such a state, after which the core is not to be used
+  /// (core_archive.cpp).
+  void save(std::string& out);
+  void load(std::span<const char> in);
+
  private:
+  template <typename A>
+  void archive(A& a);
+  void attach(Request& request);
+
   // Submit.
   struct Refusal {
     Cause cause = Cause::none;

@@ -73,6 +73,15 @@ void RouterCore::observe_transfer(const std::string& name, std::uint64_t incarna
   }
 }
 
+void RouterCore::set_cost_model(const std::string& name, std::uint64_t incarnation, const std::string& kind,
+                                const std::array<double, 3>& coefficients) {
+  placement::Worker* worker = workers_.find(name, incarnation);
+  if (worker != nullptr) {
+    worker->model(kind).seed(coefficients);
+    worker->observed = worker->observed || kind == "prefill";
+  }
+}
+
 void RouterCore::set_tenant(double now, const std::string& tenant, const TenantLimits& limits) {
   tenants_.configure(now, tenant, limits);
 }
@@ -98,6 +107,19 @@ void RouterCore::index_cleared(const std::string& name, std::uint64_t incarnatio
   if (worker != nullptr) {
     workers_.clear_index(*worker);
   }
+}
+
+void RouterCore::index_hashes(const std::string& name, std::uint64_t incarnation, prefix::Tier tier,
+                              std::vector<Hash128>& out) const {
+  const placement::Worker* worker = const_cast<placement::WorkerTable&>(workers_).find(name, incarnation);
+  if (worker == nullptr) {
+    return;
+  }
+  index_.for_each([&](prefix::PrefixIndex::Slot slot, prefix::Tier where, const std::uint8_t* hash) {
+    if (slot == worker->index_slot && where == tier) {
+      out.push_back(Hash128::from_bytes(hash));
+    }
+  });
 }
 
 void RouterCore::longest_prefix(prefix::HashBytes hashes,

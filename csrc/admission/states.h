@@ -23,6 +23,10 @@ struct Queued {
   static constexpr std::string_view name = "Queued";
   TenantSlot tenant;
   QueuePlace place;
+  template <typename A>
+  void archive(A& a) {
+    a(tenant, place);
+  }
 };
 
 /// Placed: the decode worker is asked for blocks, then the prefill worker computes.
@@ -34,6 +38,10 @@ struct Prefilling {
   placement::DecodeBlocks blocks;
   bool reserved = false;  // the decode worker holds its blocks
   bool started = false;   // the prefill worker computes
+  template <typename A>
+  void archive(A& a) {
+    a(tenant, work, transfer, blocks, reserved, started);
+  }
 };
 
 /// The first token is there; the rest of the KV is on its way.
@@ -42,6 +50,10 @@ struct HandingOff {
   TenantSlot tenant;
   placement::TransferSlot transfer;
   placement::DecodeBlocks blocks;
+  template <typename A>
+  void archive(A& a) {
+    a(tenant, transfer, blocks);
+  }
 };
 
 /// The decode worker holds the KV and generates.
@@ -49,6 +61,10 @@ struct Decoding {
   static constexpr std::string_view name = "Decoding";
   TenantSlot tenant;
   placement::DecodeBlocks blocks;
+  template <typename A>
+  void archive(A& a) {
+    a(tenant, blocks);
+  }
 };
 
 /// The attempt is over; its legs are being cleared before the next one.
@@ -56,6 +72,10 @@ struct Retrying {
   static constexpr std::string_view name = "Retrying";
   TenantSlot tenant;
   Cause cause = Cause::none;
+  template <typename A>
+  void archive(A& a) {
+    a(tenant, cause);
+  }
 };
 
 struct Finished {
@@ -67,6 +87,10 @@ struct Finished {
 struct Rejected {
   static constexpr std::string_view name = "Rejected";
   Cause cause = Cause::none;
+  template <typename A>
+  void archive(A& a) {
+    a(cause);
+  }
 };
 
 struct Cancelled {
@@ -78,11 +102,19 @@ struct Cancelled {
 struct Expired {
   static constexpr std::string_view name = "Expired";
   Cause cause = Cause::none;
+  template <typename A>
+  void archive(A& a) {
+    a(cause);
+  }
 };
 
 struct Failed {
   static constexpr std::string_view name = "Failed";
   Cause cause = Cause::none;
+  template <typename A>
+  void archive(A& a) {
+    a(cause);
+  }
 };
 
 using State = std::variant<Received, Queued, Prefilling, HandingOff, Decoding, Retrying, Finished, Rejected, Cancelled,

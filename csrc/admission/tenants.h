@@ -20,6 +20,10 @@ struct TenantLimits {
   double tokens_per_second = 0.0;  // 0: no limit
   double burst_tokens = 0.0;       // 0: ten seconds' worth
   std::int64_t max_priority = 100;
+  template <typename A>
+  void archive(A& a) {
+    a(weight, max_requests, tokens_per_second, burst_tokens, max_priority);
+  }
 };
 
 class TenantSlot;
@@ -47,6 +51,10 @@ class Tenants {
   void give_back(TenantId tenant, double tokens) noexcept;
 
   TenantSlot enter(TenantId tenant);
+  template <typename A>
+  void archive(A& a) {
+    a(tenants_, free_, by_name_, collect_at_);
+  }
   [[nodiscard]] std::size_t size() const noexcept { return by_name_.size(); }
 
  private:
@@ -58,6 +66,10 @@ class Tenants {
     std::int64_t in_flight = 0;
     double level = 0.0;  // tokens in the bucket
     double filled_at = 0.0;
+    template <typename A>
+    void archive(A& a) {
+      a(name, limits, configured, in_flight, level, filled_at);
+    }
   };
 
   void refill(double now, Tenant& tenant) const noexcept;
@@ -79,16 +91,29 @@ class TenantSlot {
   TenantSlot& operator=(const TenantSlot&) = delete;
   TenantSlot(TenantSlot&& other) noexcept
       : tenants_(std::exchange(other.tenants_, nullptr)),
-        tenant_(other.tenant_) {}
+        tenant_(other.tenant_),
+        read_(std::exchange(other.read_, false)) {}
   TenantSlot& operator=(TenantSlot&& other) noexcept {
     if (this != &other) {
       reset();
       tenants_ = std::exchange(other.tenants_, nullptr);
       tenant_ = other.tenant_;
+      read_ = std::exchange(other.read_, false);
     }
     return *this;
   }
   ~TenantSlot() { reset(); }
+  template <typename A>
+  void archive(A& a) {
+    // NOLINTNEXTLINE(misc-const-correctness): a Reader writes it
+    bool held = tenants_ != nullptr;
+    a(held, tenant_);
+    if constexpr (A::reading) {
+      read_ = held;
+    }
+  }
+  /// After an archive was read: the tenant counts it already.
+  void attach(Tenants& tenants) noexcept { tenants_ = std::exchange(read_, false) ? &tenants : nullptr; }
 
  private:
   friend class Tenants;
@@ -103,6 +128,7 @@ class TenantSlot {
 
   Tenants* tenants_ = nullptr;
   TenantId tenant_ = 0;
+  bool read_ = false;
 };
 
 }  // namespace twinpool::admission

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Views of the router core as Python dictionaries, for people and tests: not on the path of a request.
+// Parts of the router core's binding. The dictionaries are for people and tests: not on the path of a request.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,10 @@
 #include "admission/router_core.h"
 
 namespace twinpool::bindings {
+
+void bind_router_types(pybind11::module_& module);
+/// STATES, EVENTS and TRANSITIONS of the class, and the module's replay_log.
+void bind_router_tables(pybind11::module_& module, pybind11::object core);
 
 pybind11::list worker_dicts(const admission::RouterCore& core);
 pybind11::dict explain_dict(const admission::RouterCore& core, std::uint64_t request);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/error.h"
+
 namespace twinpool::placement {
 
 namespace {
@@ -50,6 +52,14 @@ Vector solve_subset(const Matrix& matrix, const Vector& target, const std::array
 Fit::Fit(const FitPrior& prior)
     : prior_(prior),
       coefficients_(prior.coefficients) {}
+
+void Fit::seed(const std::array<double, 3>& coefficients) {
+  for (const double coefficient : coefficients) {
+    require(std::isfinite(coefficient) && coefficient >= 0, "coefficients of a cost model; allowed: 0 or more");
+  }
+  prior_.coefficients = coefficients;
+  *this = Fit(prior_);
+}
 
 void Fit::add(double x1, double x2, double seconds) {
   if (!std::isfinite(x1) || !std::isfinite(x2) || !std::isfinite(seconds) || x1 < 0 || x2 < 0 || seconds <= 0) {

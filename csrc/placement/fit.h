@@ -15,11 +15,19 @@ struct FitPrior {
   double scale1 = 1.0;
   double scale2 = 1.0;
   std::array<double, 3> stiffness{1.0, 1.0, 1.0};
+  template <typename A>
+  void archive(A& a) {
+    a(coefficients, scale1, scale2, stiffness);
+  }
 };
 
 class Fit {
  public:
   explicit Fit(const FitPrior& prior);
+
+  /// Starts anew from these coefficients, as a calibration or a like worker gave them. Throws CoreError if one is
+  /// negative or not finite.
+  void seed(const std::array<double, 3>& coefficients);
 
   /// One measurement. Older ones fade (half gone after some 35 newer ones); an outlier counts as a residual of four
   /// times the usual one, so that a single pause moves little while a lasting change is followed.
@@ -32,6 +40,10 @@ class Fit {
   [[nodiscard]] std::uint64_t samples() const noexcept { return samples_; }
   /// Fading mean of the absolute residual in seconds: how far off a prediction usually is.
   [[nodiscard]] double residual() const noexcept { return residual_; }
+  template <typename A>
+  void archive(A& a) {
+    a(prior_, coefficients_, moments_, targets_, residual_, samples_);
+  }
   /// True once predictions rest on measurements rather than on the prior.
   [[nodiscard]] bool measured() const noexcept { return samples_ >= k_measured_samples; }
 

@@ -41,6 +41,10 @@ struct CostTerms {
   double harm = 0.0;
 
   [[nodiscard]] double total() const noexcept { return prefill_wait + fetch + compute + transfer + decode_wait + harm; }
+  template <typename A>
+  void archive(A& a) {
+    a(prefill_wait, fetch, compute, transfer, decode_wait, harm);
+  }
   [[nodiscard]] double first_token() const noexcept { return prefill_wait + fetch + compute; }
 };
 
@@ -55,6 +59,11 @@ struct Candidate {
   std::int64_t uncached_tokens = 0;  // to compute
   std::int64_t prompt_blocks = 0;    // to allocate on the decode worker
   std::int64_t growth_blocks = 0;    // expected of the output
+  template <typename A>
+  void archive(A& a) {
+    a(prefill, decode, fetch_from, local, terms, prefill_cached_blocks, decode_cached_blocks, uncached_tokens,
+      prompt_blocks, growth_blocks);
+  }
 };
 
 enum class Obstacle : std::uint8_t {
@@ -79,6 +88,10 @@ struct Decision {
   std::size_t others_count = 0;
   std::uint32_t pairs = 0;  // looked at
   double retry_at = 0.0;    // when a back-off or quarantine ends; 0: none
+  template <typename A>
+  void archive(A& a) {
+    a(obstacle, best, others, others_count, pairs, retry_at);
+  }
 };
 
 class Placer {
@@ -91,6 +104,10 @@ class Placer {
   void choose(const Query& query, Decision& decision);
   /// Counts a placement, so that the next tie goes elsewhere.
   void chosen(const Candidate& candidate);
+  template <typename A>
+  void archive(A& a) {
+    a(rotation_);
+  }
 
  private:
   struct PrefillSide {

@@ -12,40 +12,50 @@ namespace twinpool::placement {
 
 class WorkerTable;
 
-/// The common part: a worker, and the promise that the destructor runs ``Derived::give_back`` at most once.
+/// The common part: a worker, and the promise that the destructor of ``Derived`` gives back at most once. Only
+/// ``Derived`` may construct it: the cast in the assignment rests on that.
 template <typename Derived>
 class Reservation {
  public:
- private:
-  Reservation() = default;
-
- public:
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
-
- private:
-  Reservation(Reservation&& other) noexcept
-      : table_(std::exchange(other.table_, nullptr)),
-        ref_(other.ref_) {}
-
- public:
   Reservation& operator=(Reservation&& other) noexcept {
     if (this != &other) {
       static_cast<Derived*>(this)->reset();
       table_ = std::exchange(other.table_, nullptr);
       ref_ = other.ref_;
+      read_ = std::exchange(other.read_, false);
     }
     return *this;
   }
 
   [[nodiscard]] WorkerRef worker() const noexcept { return ref_; }
 
- protected:
+  /// After an archive was read: the table holds what the reservation says already.
+  void attach(WorkerTable& table) noexcept { table_ = std::exchange(read_, false) ? &table : nullptr; }
+
+ private:
+  friend Derived;
+  Reservation() = default;
+  Reservation(Reservation&& other) noexcept
+      : table_(std::exchange(other.table_, nullptr)),
+        ref_(other.ref_),
+        read_(std::exchange(other.read_, false)) {}
   ~Reservation() = default;
+
+  template <typename A>
+  void archive_base(A& a) {
+    // NOLINTNEXTLINE(misc-const-correctness): a Reader writes it
+    bool held = table_ != nullptr;
+    a(held, ref_);
+    if constexpr (A::reading) {
+      read_ = held;
+    }
+  }
+
   WorkerTable* table_ = nullptr;
   WorkerRef ref_;
-  friend Derived;
-  friend Derived;
+  bool read_ = false;  // from an archive, and not attached yet
 };
 
 /// Uncached prompt tokens in a prefill worker's window, and the blocks of the prompt.
@@ -59,6 +69,11 @@ class PrefillWork : public Reservation<PrefillWork> {
   PrefillWork& operator=(PrefillWork&& other) noexcept;
   ~PrefillWork() { reset(); }
   void reset() noexcept;
+  template <typename A>
+  void archive(A& a) {
+    this->archive_base(a);
+    a(tokens_, blocks_, reports_);
+  }
 
  private:
   std::int64_t tokens_ = 0;
@@ -77,6 +92,11 @@ class TransferSlot : public Reservation<TransferSlot> {
   TransferSlot& operator=(TransferSlot&& other) noexcept;
   ~TransferSlot() { reset(); }
   void reset() noexcept;
+  template <typename A>
+  void archive(A& a) {
+    this->archive_base(a);
+    a(blocks_);
+  }
 
  private:
   std::int64_t blocks_ = 0;
@@ -94,6 +114,11 @@ class DecodeBlocks : public Reservation<DecodeBlocks> {
   DecodeBlocks& operator=(DecodeBlocks&& other) noexcept;
   ~DecodeBlocks() { reset(); }
   void reset() noexcept;
+  template <typename A>
+  void archive(A& a) {
+    this->archive_base(a);
+    a(prompt_blocks_, growth_blocks_, sequences_, acknowledged_, reports_);
+  }
 
   /// The worker holds the prompt's blocks: its next report contains them.
   void acknowledge() noexcept;

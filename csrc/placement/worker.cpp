@@ -22,6 +22,19 @@ Worker::Worker()
       transfer(k_transfer_prior),
       step(k_step_prior) {}
 
+Fit& Worker::model(const std::string& kind) {
+  if (kind == "prefill") {
+    return prefill;
+  }
+  if (kind == "transfer") {
+    return transfer;
+  }
+  if (kind == "step") {
+    return step;
+  }
+  throw CoreError("model=" + kind + "; allowed: prefill, transfer, step");
+}
+
 Role parse_role(const std::string& text) {
   if (text == "prefill") {
     return Role::prefill;

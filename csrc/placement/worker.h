@@ -29,6 +29,10 @@ struct WorkerSpec {
   std::uint32_t num_blocks = 0;
   std::uint32_t block_tokens = 0;
   std::uint32_t max_num_seqs = 0;
+  template <typename A>
+  void archive(A& a) {
+    a(name, incarnation, pool, role, state, fingerprint, num_blocks, block_tokens, max_num_seqs);
+  }
 };
 
 /// What the worker said last; its own view, of all routers' work.
@@ -39,6 +43,10 @@ struct LoadReport {
   std::uint64_t waiting_prefill_tokens = 0;
   std::uint32_t available_blocks = 0;
   double step_seconds = 0.0;
+  template <typename A>
+  void archive(A& a) {
+    a(at, running, waiting, waiting_prefill_tokens, available_blocks, step_seconds);
+  }
 };
 
 /// An amount that this router put on a worker, kept apart from the worker's own figure and combined with it at read
@@ -53,6 +61,10 @@ struct Ledger {
   std::int64_t due_later = 0;
   std::int64_t gone = 0;
 
+  template <typename A>
+  void archive(A& a) {
+    a(total, pending, due_next, due_later, gone);
+  }
   [[nodiscard]] std::int64_t unseen() const noexcept { return pending + due_next + due_later; }
   /// The worker's figure brought up to now.
   [[nodiscard]] double combined(double reported) const noexcept {
@@ -96,6 +108,10 @@ struct WorkerRef {
   std::uint32_t slot = UINT32_MAX;
   std::uint64_t epoch = 0;
 
+  template <typename A>
+  void archive(A& a) {
+    a(slot, epoch);
+  }
   [[nodiscard]] bool valid() const noexcept { return epoch != 0; }
   friend bool operator==(const WorkerRef&, const WorkerRef&) = default;
 };
@@ -132,6 +148,15 @@ struct Worker {
   Fit step;      // seconds of a decode step over (sequences, context tokens)
 
   Worker();
+  template <typename A>
+  void archive(A& a) {
+    a(spec, epoch, pool_id, fingerprint_id, index_slot, report, reports, quarantined_until, refused_until,
+      refused_blocks, refused_report, changes, prefill_tokens, prompt_blocks, sequences, growth_blocks, transfers,
+      transfer_blocks, holds, served, observed, prefill, transfer, step);
+  }
+
+  /// The model that a name stands for: "prefill", "transfer" or "step". Throws CoreError for others.
+  Fit& model(const std::string& kind);
 
   [[nodiscard]] bool usable(double now) const noexcept {
     return epoch != 0 && spec.state == WorkerState::ready && now >= quarantined_until;

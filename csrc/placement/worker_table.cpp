@@ -2,6 +2,7 @@
 #include "placement/worker_table.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "core/error.h"
 
@@ -21,36 +22,15 @@ Worker& WorkerTable::upsert(const WorkerSpec& spec) {
   require(spec.num_blocks > 0 && spec.block_tokens > 0 && spec.max_num_seqs > 0,
           [&] { return "worker " + spec.name + ": num_blocks, block_tokens and max_num_seqs must be at least 1"; });
   const auto known = by_name_.find(spec.name);
+  std::optional<Worker> before;
   if (known != by_name_.end() && workers_[known->second].spec.incarnation != spec.incarnation) {
-    remove(spec.name, workers_[known->second].spec.incarnation);
+    before = workers_[known->second];
+    remove(spec.name, before->spec.incarnation);
   }
   Worker* worker = find(spec.name, spec.incarnation);
-  if (worker == nullptr) {
-    std::uint32_t slot = static_cast<std::uint32_t>(workers_.size());
-    if (free_.empty()) {
-      workers_.emplace_back();
-    } else {
-      slot = free_.back();
-      free_.pop_back();
-    }
-    worker = &workers_[slot];
-    *worker = Worker();
-    worker->epoch = next_epoch_++;
-    worker->index_slot = index_.add_holder();
-    if (index_owner_.size() <= worker->index_slot) {
-      index_owner_.resize(worker->index_slot + 1);
-    }
-    index_owner_[worker->index_slot] = ref(*worker);
-    by_name_.emplace(spec.name, slot);
-    attach(slot, spec.pool);
-    // A newcomer starts level with its peers: otherwise it would win every tie until it has caught up.
-    std::uint64_t fewest = UINT64_MAX;
-    for (const std::uint32_t peer : of_pool(worker->pool_id)) {
-      if (peer != slot && workers_[peer].spec.role == spec.role) {
-        fewest = std::min(fewest, workers_[peer].served);
-      }
-    }
-    worker->served = fewest == UINT64_MAX ? 0 : fewest;
+  const bool fresh = worker == nullptr;
+  if (fresh) {
+    worker = &enroll(spec);
   } else if (worker->spec.pool != spec.pool) {
     const std::uint32_t slot = ref(*worker).slot;
     detach(slot);
@@ -59,8 +39,69 @@ Worker& WorkerTable::upsert(const WorkerSpec& spec) {
   worker->spec = spec;
   worker->fingerprint_id =
       fingerprint_ids_.emplace(spec.fingerprint, static_cast<std::uint32_t>(fingerprint_ids_.size())).first->second;
+  if (fresh) {
+    seed_models(*worker, before ? &*before : nullptr);
+  }
   touch();
   return *worker;
+}
+
+Worker& WorkerTable::enroll(const WorkerSpec& spec) {
+  const std::uint32_t index_slot = index_.add_holder();  // first: it may throw
+  std::uint32_t slot = static_cast<std::uint32_t>(workers_.size());
+  if (free_.empty()) {
+    workers_.emplace_back();
+  } else {
+    slot = free_.back();
+    free_.pop_back();
+  }
+  Worker& worker = workers_[slot];
+  worker = Worker();
+  worker.epoch = next_epoch_++;
+  worker.index_slot = index_slot;
+  own_index_slot(worker);
+  by_name_.emplace(spec.name, slot);
+  attach(slot, spec.pool);
+  // A newcomer starts level with its peers: otherwise it would win every tie until it has caught up.
+  std::uint64_t fewest = UINT64_MAX;
+  for (const std::uint32_t peer : of_pool(worker.pool_id)) {
+    if (peer != slot && workers_[peer].spec.role == spec.role) {
+      fewest = std::min(fewest, workers_[peer].served);
+    }
+  }
+  worker.served = fewest == UINT64_MAX ? 0 : fewest;
+  return worker;
+}
+
+void WorkerTable::own_index_slot(const Worker& worker) {
+  if (index_owner_.size() <= worker.index_slot) {
+    index_owner_.resize(worker.index_slot + 1);
+  }
+  index_owner_[worker.index_slot] = ref(worker);
+}
+
+// A newcomer is as fast as its last incarnation, or else as the like worker that was measured most.
+void WorkerTable::seed_models(Worker& worker, const Worker* before) {
+  const auto seed = [&](Fit Worker::* model) {
+    const Worker* like = before;
+    if (like == nullptr || like->fingerprint_id != worker.fingerprint_id || like->spec.role != worker.spec.role) {
+      like = nullptr;
+      for (const std::uint32_t slot : of_pool(worker.pool_id)) {
+        const Worker& peer = workers_[slot];
+        const bool alike = &peer != &worker && peer.fingerprint_id == worker.fingerprint_id &&
+                           peer.spec.role == worker.spec.role && (peer.*model).measured();
+        if (alike && (like == nullptr || (peer.*model).samples() > (like->*model).samples())) {
+          like = &peer;
+        }
+      }
+    }
+    if (like != nullptr) {
+      (worker.*model).seed((like->*model).coefficients());
+    }
+  };
+  seed(&Worker::prefill);
+  seed(&Worker::transfer);
+  seed(&Worker::step);
 }
 
 bool WorkerTable::remove(const std::string& name, std::uint64_t incarnation) {
@@ -83,10 +124,7 @@ void WorkerTable::clear_index(Worker& worker) {
   index_.drop_holder(worker.index_slot);
   index_owner_[worker.index_slot] = WorkerRef{};
   worker.index_slot = index_.add_holder();
-  if (index_owner_.size() <= worker.index_slot) {
-    index_owner_.resize(worker.index_slot + 1);
-  }
-  index_owner_[worker.index_slot] = ref(worker);
+  own_index_slot(worker);
 }
 
 WorkerRef WorkerTable::by_index_slot(std::uint32_t slot) const noexcept {

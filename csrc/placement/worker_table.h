@@ -59,7 +59,15 @@ class WorkerTable {
   /// Reservations that live workers hold.
   [[nodiscard]] std::uint64_t reservations() const noexcept;
 
+  template <typename A>
+  void archive(A& a) {
+    a(workers_, free_, by_name_, pool_ids_, fingerprint_ids_, pools_, index_owner_, next_epoch_, version_);
+  }
+
  private:
+  Worker& enroll(const WorkerSpec& spec);
+  void own_index_slot(const Worker& worker);
+  void seed_models(Worker& worker, const Worker* before);
   void attach(std::uint32_t slot, const std::string& pool);
   void detach(std::uint32_t slot);
 

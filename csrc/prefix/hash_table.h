@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/error.h"
+
 namespace twinpool::prefix {
 
 __extension__ typedef unsigned __int128 Wide;
@@ -27,6 +29,10 @@ struct Key {
   std::uint64_t low = 0;
 
   friend bool operator==(const Key&, const Key&) = default;
+  template <typename A>
+  void archive(A& a) {
+    a(high, low);
+  }
   friend bool operator<(const Key& a, const Key& b) { return a.high != b.high ? a.high < b.high : a.low < b.low; }
 
   // `bytes` points to the 16 bytes of a block hash.
@@ -62,6 +68,9 @@ class Shard {
 
   // Gives memory back when the load has fallen far below what growth would leave.
   void shrink_if_sparse();
+
+  template <typename A>
+  void archive(A& a);
   void clear() noexcept;
 
  private:
@@ -90,9 +99,46 @@ class HashTable {
   [[nodiscard]] const Shard& at(std::size_t index) const noexcept { return shards_[index]; }
   [[nodiscard]] std::size_t size() const noexcept;
   [[nodiscard]] std::size_t bytes() const noexcept;
+  template <typename A>
+  void archive(A& a) {
+    a(shards_);
+  }
 
  private:
   std::array<Shard, k_shards> shards_;
 };
+
+template <typename A>
+void Shard::archive(A& a) {
+  std::uint64_t capacity = capacity_;
+  std::uint64_t count = size_;
+  a(capacity, count);
+  if constexpr (A::reading) {
+    require(capacity < (std::uint64_t{1} << 40U) && count <= capacity, "archive: shard");
+    clear();
+    if (capacity > 0) {
+      rehash(capacity);
+    }
+  }
+  std::size_t slot = 0;
+  for (; count > 0; --count) {
+    if constexpr (!A::reading) {
+      while (entries_[slot].set == 0) {
+        ++slot;
+      }
+    }
+    std::uint64_t at = slot;
+    // NOLINTNEXTLINE(misc-const-correctness): a Reader writes it
+    Entry entry = A::reading ? Entry{} : entries_[slot];
+    a(at, entry.key, entry.set, entry.heat);
+    if constexpr (A::reading) {
+      require(at >= slot && at + 1 < slots_ && entry.set != 0, "archive: shard entry");
+      slot = at;
+      entries_[slot] = entry;
+      ++size_;
+    }
+    ++slot;
+  }
+}
 
 }  // namespace twinpool::prefix

@@ -85,7 +85,7 @@ void HolderSets::clear_slots(Id set, const std::uint64_t* mask) {
 }
 
 std::size_t HolderSets::bytes() const noexcept {
-  return bits_.capacity() * 8 + (references_.capacity() + index_.capacity() + free_.capacity()) * 4;
+  return bits_.size() * 8 + (references_.size() + index_.size() + free_.size()) * 4;
 }
 
 std::uint64_t HolderSets::hash(const std::uint64_t* words) const noexcept {

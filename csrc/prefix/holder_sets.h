@@ -50,6 +50,10 @@ class HolderSets {
 
   [[nodiscard]] std::size_t capacity() const noexcept { return references_.size(); }  // ids ever used, k_empty included
   [[nodiscard]] std::size_t bytes() const noexcept;
+  template <typename A>
+  void archive(A& a) {
+    a(words_, live_, bits_, references_, free_, index_, indexed_);
+  }
 
  private:
   [[nodiscard]] std::size_t stride() const noexcept { return words_ * k_tiers; }

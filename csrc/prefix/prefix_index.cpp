@@ -205,7 +205,7 @@ std::size_t PrefixIndex::blocks() const noexcept {
 }
 
 std::size_t PrefixIndex::bytes() const noexcept {
-  return table_.bytes() + sets_.bytes() + holders_.capacity() * sizeof(Holder) +
+  return table_.bytes() + sets_.bytes() + holders_.size() * sizeof(Holder) +
          extra_copies_.size() * (sizeof(CopyKey) + 32);
 }
 

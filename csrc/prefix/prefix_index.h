@@ -63,16 +63,34 @@ class PrefixIndex {
   template <typename Visit>
   void for_each(Visit&& visit) const;
 
+  /// All of it, to the last detail that a decision depends on.
+  template <typename A>
+  void archive(A& a) {
+    if constexpr (!A::reading) {
+      finish_sweep();
+    }
+    a(table_, sets_, holders_, free_, dying_, extra_copies_, hands_, table_bytes_, evicted_, shrink_cursor_,
+      next_slot_);
+  }
+
  private:
   struct Holder {
-    std::size_t blocks = 0;  // (block, tier) pairs
+    std::uint64_t blocks = 0;  // (block, tier) pairs
     bool live = false;
+    template <typename A>
+    void archive(A& a) {
+      a(blocks, live);
+    }
   };
   struct CopyKey {
     Key key;
     Slot slot;
     Tier tier;
     friend bool operator==(const CopyKey&, const CopyKey&) = default;
+    template <typename A>
+    void archive(A& a) {
+      a(key, slot, tier);
+    }
   };
   struct CopyHash {
     std::size_t operator()(const CopyKey& k) const noexcept {

@@ -4,16 +4,20 @@
 The event loop says which workers to follow; what they say goes into the core from here, which is thread-safe. A worker whose
 mirror needs something is asked for it, that worker alone, a few at a time, with growing pauses if it is asked in vain.
 While it can't be asked, its segments in etcd are followed.
+
+Each worker has a socket of its own, which is closed with it: ``zmq_disconnect`` of a subscriber in the middle of a message
+ends the process in libzmq 4.3. The sockets' descriptors are watched by the system's selector, so that a turn costs what has
+come and not what there is.
 """
 
 import logging
-import math
 import random
+import selectors
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -47,6 +51,10 @@ STEADY_SECONDS: Final = 10.0
 """In step for so long, a worker's earlier resyncs are forgotten."""
 
 TICK_SECONDS: Final = 0.1
+
+SWEEP_SECONDS: Final = 1.0
+"""So often every socket is read. Its descriptor tells of changes alone, and one may be taken for told by another call."""
+
 RECEIVE_QUEUE: Final = 10_000
 MESSAGES_A_TURN: Final = 256
 STOP_SECONDS: Final = 5.0
@@ -72,7 +80,8 @@ class Followed:
     failures: int = 0
     resyncs: int = 0
     live_since: float | None = None
-    topics: list[bytes] = field(default_factory=list)
+    topics: tuple[bytes, ...] = ()
+    sub: "zmq.Socket[bytes] | None" = None
 
     @property
     def state(self) -> str:
@@ -102,18 +111,11 @@ class Follower:
         self._commands: deque[Callable[[], None]] = deque()
         self._waker = Waker()
         self._workers: dict[WorkerKey, Followed] = {}
-        self._by_topic: dict[bytes, Followed] = {}
+        self._unread: set[WorkerKey] = set()
+        self._swept_at = 0.0
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.set_hwm(RECEIVE_QUEUE)
-        self._sub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        # A connection that died without a word is dialled anew.
-        self._sub.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self._sub.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-        self._sub.setsockopt(zmq.LINGER, 0)
-        self._sub.setsockopt(zmq.IPV6, 1)
-        self._poller = zmq.Poller()
+        self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="twinpool-locality", daemon=True)
 
     # --- for the event loop
@@ -132,6 +134,7 @@ class Follower:
                 log.error("locality_thread_stuck", seconds=STOP_SECONDS)
                 return
         self._context.destroy(linger=0)
+        self._selector.close()
         self._waker.close()
 
     def follow(self, key: WorkerKey, record: WorkerRecord) -> None:
@@ -173,25 +176,28 @@ class Follower:
     # --- the thread
 
     def _run(self) -> None:
-        self._poller.register(self._waker, zmq.POLLIN)
-        self._poller.register(self._sub, zmq.POLLIN)
+        self._selector.register(self._waker, selectors.EVENT_READ)
         while not self._stopping:
             try:
                 self._turn()
             except Exception as error:
                 # A fault in what one worker said must not end the following of all.
                 log.exception("locality_turn_failed", type=type(error).__name__)
-        for followed in self._workers.values():
-            if followed.resync is not None:
-                followed.resync.close()
 
     def _turn(self) -> None:
-        self._poller.poll(math.ceil(TICK_SECONDS * 1000) if self._workers else None)
+        idle = TICK_SECONDS if self._workers else None
+        ready = self._selector.select(0.0 if self._unread else idle)
+        self._unread |= {key.data for key, _ in ready if key.data is not None}
         self._waker.clear()
         while self._commands:
             self._commands.popleft()()
-        self._receive()
         now = self._clock()
+        if now - self._swept_at >= SWEEP_SECONDS:
+            self._swept_at = now
+            self._unread |= self._workers.keys()
+        unread, self._unread = self._unread, set()
+        for worker in unread:
+            self._receive(worker)
         for followed in list(self._workers.values()):
             self._tend(followed, now)
 
@@ -217,56 +223,67 @@ class Follower:
         )
 
     def _subscribe(self, key: WorkerKey, followed: Followed) -> None:
-        for kind in (EVENTS, ALIVE):
-            prefix = worker_prefix(kind, key.name)
-            followed.topics.append(prefix)
-            self._sub.setsockopt(zmq.SUBSCRIBE, prefix)
-            self._by_topic[prefix + to_hex64(key.incarnation).encode()] = followed
-        self._sub.connect(f"tcp://{followed.events_endpoint}")
+        followed.topics = tuple(worker_prefix(kind, key.name) for kind in (EVENTS, ALIVE))
+        followed.sub = sub = self._context.socket(zmq.SUB)
+        sub.set_hwm(RECEIVE_QUEUE)
+        sub.setsockopt(zmq.LINGER, 0)
+        sub.setsockopt(zmq.IPV6, 1)
+        sub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        # A connection that died without a word is dialled anew.
+        sub.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        sub.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        for topic in followed.topics:
+            sub.setsockopt(zmq.SUBSCRIBE, topic)
+        sub.connect(f"tcp://{followed.events_endpoint}")
+        self._selector.register(sub.fileno(), selectors.EVENT_READ, key)
+        self._unread.add(key)
 
     def _drop(self, key: WorkerKey) -> None:
         followed = self._workers.pop(key, None)
         if followed is None:
             return
         self._end_resync(followed)
-        for prefix in followed.topics:
-            self._sub.setsockopt(zmq.UNSUBSCRIBE, prefix)
-            self._by_topic.pop(prefix + to_hex64(key.incarnation).encode(), None)
-        if followed.topics:
-            self._sub.disconnect(f"tcp://{followed.events_endpoint}")
+        if followed.sub is not None:
+            self._selector.unregister(followed.sub.fileno())
+            followed.sub.close(0)
         log.info("locality_dropped", worker=str(key))
 
     # --- what workers say
 
-    def _receive(self) -> None:
+    def _receive(self, key: WorkerKey) -> None:
+        followed = self._workers.get(key)
+        if followed is None or followed.sub is None:
+            return
         for _ in range(MESSAGES_A_TURN):
             try:
-                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                frames = followed.sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                self._take(frames)
+                self._take(followed, frames)
             except EventDecodeError as error:
                 metrics.ROUTER_KV_EVENT_BATCHES.labels("invalid").inc()
-                log.warning("kv_events_invalid", detail=str(error))
-        # More is there: the next turn takes it, after the commands.
-        self._waker.wake()
+                log.warning("kv_events_invalid", worker=str(key), detail=str(error))
+        # More is there: the next turn takes it, after the commands and the other workers.
+        self._unread.add(key)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, followed: Followed, frames: list[bytes]) -> None:
         if len(frames) != 3:
             raise EventDecodeError(f"a message has {len(frames)} frames, not 3")
-        name, at, _model = frames[0].rpartition(b"@")
-        followed = self._by_topic.get(name) if at else None
-        if followed is None:
+        topic = frames[0]
+        incarnation = to_hex64(followed.mirror.key.incarnation).encode() + b"@"
+        if not any(topic.startswith(prefix + incarnation) for prefix in followed.topics):
+            # Another incarnation speaks where this one did. Its record in etcd says when to follow it; the one that was
+            # there before is gone already.
             metrics.ROUTER_KV_EVENT_BATCHES.labels("foreign").inc()
-            self._foreign(frames[0])
+            followed.mirror.replaced()
             return
         sequence, batch = read_sequence(frames[1]), decode(frames[2])
         if batch.incarnation != followed.mirror.key.incarnation:
             raise EventDecodeError("the incarnation in a payload is not that of its topic")
         followed.heard_at, followed.heard = self._clock(), True
         mirror = followed.mirror
-        if name.startswith(ALIVE.encode()):
+        if topic.startswith(followed.topics[1]):
             mirror.alive(sequence, batch)
             return
         before = mirror.applied, mirror.duplicates
@@ -280,13 +297,6 @@ class Follower:
         )
         metrics.ROUTER_KV_EVENT_BATCHES.labels(outcome).inc()
         metrics.ROUTER_KV_EVENT_DELAY.observe(max(0.0, time.time() - batch.ts))
-
-    def _foreign(self, topic: bytes) -> None:
-        """Another incarnation speaks at a place where we listen. Its record in etcd says when to follow it; the one that
-        was there before is gone already."""
-        for followed in self._workers.values():
-            if any(topic.startswith(prefix) for prefix in followed.topics):
-                followed.mirror.replaced()
 
     # --- what they are asked
 
@@ -334,11 +344,11 @@ class Follower:
             self._config.resync_timeout_seconds,
             self._clock,
         )
-        self._poller.register(followed.resync.socket, zmq.POLLIN)
+        self._selector.register(followed.resync.socket.fileno(), selectors.EVENT_READ, None)
 
     def _end_resync(self, followed: Followed) -> None:
         if followed.resync is not None:
-            self._poller.unregister(followed.resync.socket)
+            self._selector.unregister(followed.resync.socket.fileno())
             followed.resync.close()
             followed.resync = None
 
