@@ -17,6 +17,7 @@ METRICS = {
 }
 ROOT = Path(__file__).parents[3]
 BOUNDED = {
+    "direction",
     "reason",
     "result",
     "outcome",
