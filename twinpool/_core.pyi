@@ -340,6 +340,18 @@ class RouterCore:
         the core learns from the events of requests that found the worker idle."""
     def observe_transfer(self, name: str, incarnation: int, blocks: int, seconds: float) -> None:
         """The worker pulled ``blocks`` in ``seconds``."""
+    def set_cost_model(
+        self,
+        name: str,
+        incarnation: int,
+        kind: str,
+        base_seconds: float,
+        per_unit_seconds: float,
+        per_context_seconds: float = 0.0,
+    ) -> None:
+        """Seeds a cost model of a worker, as a calibration at its start found it. kind: "prefill" (units: uncached tokens; context:
+        uncached tokens x mean context), "transfer" (units: blocks), "step" (units: sequences; context: tokens). A new worker without
+        one starts from its last incarnation's model, or from the like worker that was measured most."""
     def set_tenant(
         self,
         now: float,
