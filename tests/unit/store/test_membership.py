@@ -279,7 +279,7 @@ async def test_after_an_outage_the_living_get_a_grace(
         await until(lambda: not view.watch.connected)
         store.delete_prefix(keys.workers())
         proxy.heal()
-        await until(lambda: view.events[2:] == [("removed", "dead", 7, WORKER_STATE_STARTING)], 2)
+        await until(lambda: view.events[2:] == [("removed", "dead", 7, WORKER_STATE_STARTING)], 10)
         store.put(keys.worker("default", "alive"), worker("alive").SerializeToString())
         await asyncio.sleep(1.5)
         assert len(view.events) == 3, "it came back in time, so nothing happened"
