@@ -192,7 +192,8 @@ class StepScheduler:
     def start(self, seq: int, first_token: int) -> None:
         """The prompt's KV is here and valid: commits the prompt's full blocks and lets the sequence decode from ``first_token``."""
     def fork(self, seq: int, first_token: int, *, max_new_tokens: int) -> int | None:
-        """Another choice over the same prompt: full blocks shared, the partial one copied (see ``StepPlan.copies``). Call before ``start`` or right after."""
+        """Another choice over the same prompt: full blocks shared, the partial one copied (see ``StepPlan.copies``). Call before ``start`` or right after.
+        One that is made before ``start`` starts with ``seq``, and can't be forked itself until then."""
     def plan(self, now: float) -> StepPlan: ...
     def advance(self, plan: StepPlan, sampled: Tokens) -> None:
         """The step ran; ``sampled[i]`` is the token of ``plan.seq[i]`` (ignored where ``sample`` is 0). Appends tokens, commits blocks that became full.

@@ -40,6 +40,7 @@ struct Sequence {
   bool planned = false;       ///< part of the outstanding plan
   bool removed = false;       ///< removed while planned; ends with that plan
   bool preempted = false;     ///< waits after a preemption
+  bool follower = false;      ///< a fork that was made before its parent's start, and so starts with it
   bool knows_cached = false;  ///< cached_tokens is set
   std::int64_t rank = 0;      ///< higher goes first; the priority, or 0 under fcfs
   double arrival = 0;

@@ -16,6 +16,8 @@ std::optional<SequenceId> StepScheduler::fork(SequenceId id, std::int32_t first_
   require(first_token >= 0, "a token is not negative");
   const bool arriving = parent.state == SequenceState::reserved;
   require(arriving || parent.outputs() > 0, [&] { return "the prompt of " + name_of(id) + " is not computed yet"; });
+  require(!arriving || !parent.follower,
+          [&] { return name_of(id) + " is a fork that has not started: fork the sequence that it starts with"; });
   auto child = make_fork(parent, static_cast<std::size_t>(max_new_tokens));
   child->first_token = first_token;
   if (blocks_at_end(*child) > blocks_.num_blocks()) {
@@ -42,6 +44,7 @@ std::optional<SequenceId> StepScheduler::fork(SequenceId id, std::int32_t first_
   const SequenceId child_id = keep(std::move(child));
   if (arriving) {
     note_generations(kept, parent.private_from);
+    kept.follower = true;
     parent.forks.push_back(child_id);
   } else {
     begin_decode(kept, first_token);

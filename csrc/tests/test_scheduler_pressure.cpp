@@ -131,6 +131,7 @@ TEST(Fork, BeforeStartBeginsWithItsParent) {
   const auto second = bench.scheduler.fork(parent, 3, 1);
   ASSERT_TRUE(first && second);
   EXPECT_EQ(bench.scheduler.reserved(), 3U);
+  expect_error("fork the sequence that it starts with", [&] { bench.scheduler.fork(*first, 4, 8); });
   EXPECT_TRUE(bench.plan().seq.empty());
   bench.start(parent, 1);
   EXPECT_EQ(bench.state(*second), SequenceState::done) << "one token and it has it";

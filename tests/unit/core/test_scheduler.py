@@ -76,10 +76,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def transfer_drains(self) -> None:
         self.world.manager.unquarantine(self.world.quarantined.pop(0))
 
-    @precondition(lambda self: any(known.reserved or known.outputs for known in self.world.known.values()))
+    @precondition(lambda self: any(k.reserved and k.outputs for k in self.world.known.values()))
+    @rule(data=st.data())
+    def fork_a_fork_that_waits(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from([s for s, k in self.world.known.items() if k.reserved and k.outputs]))
+        with pytest.raises(CoreError, match="fork the sequence that it starts with"):
+            self.world.scheduler.fork(seq, 1, max_new_tokens=1)
+
+    @precondition(lambda self: any(k.reserved != bool(k.outputs) for k in self.world.known.values()))
     @rule(data=st.data(), first=st.integers(0, 49), limit=LIMITS)
     def fork(self, data: st.DataObject, first: int, limit: int) -> None:
-        parents = [s for s, k in self.world.known.items() if (k.reserved and not k.outputs) or k.outputs]
+        parents = [s for s, k in self.world.known.items() if k.reserved != bool(k.outputs)]
         self.world.fork(data.draw(st.sampled_from(parents)), first, limit)
 
     @precondition(lambda self: self.world.known)
