@@ -2,24 +2,28 @@
 """From what a client sent to token ids and block hashes, once a request.
 
 Short texts are tokenised on the event loop: handing them to a thread would cost more. Long ones, and all chat
-templates (they come with the weights and may be slow), go to a small pool of threads.
+templates (they come with the weights and may be slow), go to a small pool of threads. What a conversation begins with is
+tokenised once (``TokenCache``); its hashes are made anew, since 100,000 tokens take 0.3 ms.
 """
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from twinpool import metrics
 from twinpool._core import hash_blocks, root_hash
 from twinpool.config.router import RouterSection
 from twinpool.errors import TwinpoolError
 from twinpool.router.request import Group
 from twinpool.router.validate import check_chat, check_text, check_token_ids
-from twinpool.text import ChatTemplateError, Tokenizer
+from twinpool.text import ChatTemplateError, TokenCache, Tokenizer
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import router_pb2
 
 # About half a millisecond of tokenising.
 _INLINE_CHARS: Final = 1024
@@ -33,6 +37,7 @@ class TokenizeHop:
     def __init__(self, limits: RouterSection) -> None:
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenize")
+        self.cache = TokenCache(limits.token_cache_bytes)
 
     def close(self) -> None:
         """Drops what waits; a text that is being tokenised ends by itself."""
@@ -40,31 +45,50 @@ class TokenizeHop:
 
     async def load(self, path: str) -> Tokenizer:
         """The tokenizer of a checkpoint's directory. Raises TokenizerLoadError."""
-        return await self._run(Tokenizer.from_pretrained, path)
+        return await self._run(_load, path)
+
+    def show(self) -> None:
+        """Sets the gauges of the cache."""
+        metrics.ROUTER_TOKEN_CACHE_BYTES.set(self.cache.size_bytes)
+        metrics.ROUTER_TOKENIZED_CHARS.labels("cache").set(self.cache.found_chars)
+        metrics.ROUTER_TOKENIZED_CHARS.labels("new").set(self.cache.new_chars)
 
     async def prompt(
-        self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer, group: Group
+        self,
+        request: pb.GenerateRequest | pb.TokenizeRequest | router_pb2.LookupPrefixRequest,
+        tokenizer: Tokenizer,
+        group: Group,
     ) -> tuple[NDArray[np.int32], str]:
         """The prompt's token ids and the name of the field that held it. Raises for a prompt that cannot be."""
-        if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":
+        if not isinstance(request, pb.TokenizeRequest) and request.WhichOneof("prompt") == "token_ids":
             # The container offers its memory: no Python integer is made.
             given = np.array(request.token_ids.ids, np.uint32)
             return check_token_ids(given, group), "token_ids.ids"
         kind = request.WhichOneof("prompt")
+        tenant = "" if isinstance(request, pb.TokenizeRequest) else request.tenant
         if kind == "text":
             check_text(request.text, "text", self._limits)
-            return await self._encode(tokenizer, request.text), "text"
+            return await self._encode(tokenizer, request.text, tenant), "text"
         if kind == "chat":
             check_chat(request.chat, self._limits)
-            return await self._run(_encode_chat, tokenizer, request.chat), "chat.messages"
+            return await self._run(self._encode_chat, tokenizer, request.chat, tenant), "chat.messages"
         raise TwinpoolError(
             "EMPTY_PROMPT", "prompt is not set; the limit is one of token_ids, text, chat", field="prompt"
         )
 
-    async def _encode(self, tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
+    async def _encode(self, tokenizer: Tokenizer, text: str, tenant: str) -> NDArray[np.int32]:
         if len(text) <= _INLINE_CHARS:
             return tokenizer.encode(text)
-        return await self._run(tokenizer.encode, text)
+        return await self._run(partial(self.cache.encode, tenant=tenant), tokenizer, text)
+
+    def _encode_chat(self, tokenizer: Tokenizer, chat: pb.ChatMessages, tenant: str) -> NDArray[np.int32]:
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        try:
+            text = tokenizer.render_chat(messages, not chat.omit_generation_prompt)
+        except ChatTemplateError as error:
+            raise TwinpoolError("INVALID_CHAT", f"chat.messages: {error}", field="chat.messages") from error
+        # The template writes special tokens itself: adding them again would double the first one.
+        return self.cache.encode(tokenizer, text, tenant=tenant, add_special_tokens=False)
 
     async def _run(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -78,9 +102,7 @@ def hash_prompt(
     return root, hash_blocks(root, tokens, group.block_tokens)
 
 
-def _encode_chat(tokenizer: Tokenizer, chat: pb.ChatMessages) -> NDArray[np.int32]:
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    try:
-        return tokenizer.encode_chat(messages, not chat.omit_generation_prompt)
-    except ChatTemplateError as error:
-        raise TwinpoolError("INVALID_CHAT", f"chat.messages: {error}", field="chat.messages") from error
+def _load(path: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_pretrained(path)
+    tokenizer.prepare()
+    return tokenizer

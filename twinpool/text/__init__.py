@@ -5,6 +5,7 @@ from twinpool.text.detokenizer import Detokenizer
 from twinpool.text.errors import ChatTemplateError, TextError, TokenizerLoadError, UnknownTokenError
 from twinpool.text.stop_strings import StopStringHit, StopStringMatcher
 from twinpool.text.stream import TextDelta, TextStream
+from twinpool.text.token_cache import TokenCache
 from twinpool.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "TextDelta",
     "TextError",
     "TextStream",
+    "TokenCache",
     "Tokenizer",
     "TokenizerLoadError",
     "UnknownTokenError",

@@ -236,7 +236,7 @@ def test_values_that_make_no_sense_are_as_good_as_missing() -> None:
     assert read_state([base, wrong.SerializeToString()], INCARNATION) == CacheState(name(1), 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(
         st.one_of(

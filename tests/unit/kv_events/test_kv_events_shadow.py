@@ -108,7 +108,7 @@ def closed_set(changes: list[Change], held: set[bytes]) -> None:
             held.difference_update(change.hashes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(6, 24), lag=st.integers(1, 6))
 def test_the_announced_set_is_what_a_new_sequence_would_find(seed: int, num_blocks: int, lag: int) -> None:
     world, shadow = CacheWorld(num_blocks, seed), Shadow()
