@@ -9,10 +9,14 @@ import torch
 
 from twinpool.engine.checkpoint import Checkpoint
 from twinpool.engine.config import ModelConfig, canonical_json
+from twinpool.engine.kv.formats import KVDtype
 from twinpool.engine.models.base import KVLayout
 
-LAYOUT = "block-major/latent+rope/half-pairs"
-"""Name of the bytes' order in a block. Changes whenever ``KVLayout`` or the pool changes what a byte means."""
+LAYOUTS: dict[KVDtype, str] = {
+    "auto": "block-major/latent+rope/half-pairs",
+    "fp8_latent": "block-major/latent-e4m3-128+rope-bf16/half-pairs",
+}
+"""Name of the bytes' order in a block. Changes whenever ``KVLayout``, a row's form or the pool changes what a byte means."""
 
 _WHOLE_FILE = 16 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -44,8 +48,10 @@ class Fingerprint:
         return [f"{name}: {mine[name]} != {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
-def fingerprint(path: str | Path, *, dtype: torch.dtype, block_tokens: int) -> Fingerprint:
-    """The fingerprint of a checkpoint served with ``dtype`` and ``block_tokens``.
+def fingerprint(
+    path: str | Path, *, dtype: torch.dtype, block_tokens: int, kv_dtype: KVDtype = "auto"
+) -> Fingerprint:
+    """The fingerprint of a checkpoint served with ``dtype``, ``block_tokens`` and ``kv_dtype``.
 
     How attention reads the cache (latent or GQA) is not part of it: the bytes are the same. Raises CheckpointError.
     """
@@ -59,7 +65,7 @@ def fingerprint(path: str | Path, *, dtype: torch.dtype, block_tokens: int) -> F
         layers=layout.layers,
         latent_dim=layout.latent_dim,
         rope_dim=layout.rope_dim,
-        layout=LAYOUT,
+        layout=LAYOUTS[kv_dtype],
     )
 
 

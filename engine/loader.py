@@ -9,7 +9,8 @@ import torch
 
 from twinpool.engine.checkpoint import Checkpoint, StoredTensor
 from twinpool.engine.config import ModelConfig
-from twinpool.engine.kernels import REGISTRY, Capability, KernelRegistry, Kernels
+from twinpool.engine.kernels import BLOCK_MAJOR, FP8_LATENT, REGISTRY, Capability, KernelRegistry, Kernels
+from twinpool.engine.kv.formats import KVDtype
 from twinpool.engine.models.base import AttentionPath, DecoderModel
 from twinpool.engine.models.decoder import PagedDecoder
 from twinpool.engine.models.paths import PrefillPath
@@ -37,19 +38,29 @@ def load_model(
     registry: KernelRegistry = REGISTRY,
     backend: str | None = None,
     progress: Progress | None = None,
+    kv_dtype: KVDtype = "auto",
 ) -> DecoderModel:
     """Loads a checkpoint directory (config.json, safetensors).
 
     ``dtype`` converts the weights (router weights stay float32). ``attention`` chooses how GQA families read their
-    cache (MLA ones are latent always). ``backend`` admits only kernels of that backend. Raises CheckpointError naming
-    file, tensor, expected and found; KernelNotFoundError if a kernel is missing.
+    cache (MLA ones are latent always). ``backend`` admits only kernels of that backend. ``kv_dtype``: how the cache is
+    stored. Raises CheckpointError naming file, tensor, expected and found; KernelNotFoundError if a kernel is missing.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
     config = ModelConfig.from_pretrained(path)
     checkpoint = Checkpoint(path)
-    kernels = Kernels.select(registry, Capability.of(device), dtype, backend=backend)
-    model = PagedDecoder(config, kernels, attention=attention, prefill=prefill, dtype=dtype, device=device)
+    layout = FP8_LATENT if kv_dtype == "fp8_latent" else BLOCK_MAJOR
+    kernels = Kernels.select(registry, Capability.of(device), dtype, layout=layout, backend=backend)
+    model = PagedDecoder(
+        config,
+        kernels,
+        attention=attention,
+        prefill=prefill,
+        dtype=dtype,
+        device=device,
+        kv_dtype=kv_dtype,
+    )
     slots = {slot.name: slot for slot in model.slots()}
     _check(checkpoint, slots, config)
     _fill(checkpoint, slots, progress)

@@ -67,10 +67,10 @@ class LocalEngine:
         validate: bool = False,
     ) -> None:
         """``max_context_tokens`` 0: the model's own limit. ``poison_freed`` and ``validate`` are for tests."""
-        layout = model.kv_layout
-        weight = next(model.parameters())
+        layers, rows = model.kv_layout.layers, model.kv_rows
+        device = next(model.parameters()).device
         self.model = model
-        self.pool = KVPool(num_blocks, layout.layers, block_tokens, layout.width, weight.dtype, weight.device)
+        self.pool = KVPool(num_blocks, layers, block_tokens, rows.columns, rows.dtype, device)
         self.blocks = BlockManager(num_blocks, block_tokens, self.pool.generations)
         self.scheduler = StepScheduler(self.blocks, scheduler or SchedulerConfig())
         self.runner = ModelRunner(model, self.pool, threads=threads, validate=validate)
@@ -89,6 +89,7 @@ class LocalEngine:
             dtype=DTYPES[config.model.dtype],
             attention=config.model.attention,
             device=config.worker.device,
+            kv_dtype=config.kv.dtype,
         )
         return cls(
             model,

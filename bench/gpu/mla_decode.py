@@ -41,14 +41,15 @@ EDGES = {
 
 
 def launcher(name: str) -> Callable[..., None]:
-    """``portable``, or the letters of a Hopper variant: l(ean), t (late), e(arly), p(dl)."""
+    """``portable``, or ``hopper`` with the letters of a variant behind a dash: s(oon), f(use), p(dl)."""
     from twinpool.engine.kernels import triton_launch
 
     if name == "portable":
         return triton_launch.attend
     from twinpool.engine.kernels import gluon_launch
 
-    variant = gluon_launch.Variant(lean="l" in name, late="t" in name, early="e" in name, pdl="p" in name)
+    letters = name.partition("-")[2]
+    variant = gluon_launch.Variant(soon="s" in letters, fuse="f" in letters, pdl="p" in letters)
 
     def attend(*operands: object, scale: float) -> None:
         gluon_launch.attend(*operands, scale=scale, variant=variant)  # type: ignore[arg-type]
@@ -105,7 +106,6 @@ def problems_of(row: tuple[int, int, int], pages: Tensor) -> list[Problem]:
         part = order[call * needed : (call + 1) * needed]
         shapes = [(1, length) for length in contexts]
         found.append(make_problem(shapes, heads, pages, part, decodes=sequences, seed=call))
-        # Layers share their scratch memory.
         shared = {
             key: value for key, value in found[0].batch._derived.items() if key.startswith("triton_parts")
         }
@@ -178,16 +178,15 @@ def worker(arguments: argparse.Namespace) -> None:
         name = "portable" if arguments.variant == "float32" else arguments.variant
         for found in check_edges(name, arguments.heads, dtype):
             print(json.dumps({"variant": arguments.variant, **found}), flush=True)
-        # Builds what the timing will use.
-        problem = make_poisoned([(1, 70)], arguments.heads, dtype, decodes=1, seed=1)
-        launcher(name)(
-            problem.query,
-            problem.pages,
-            problem.batch,
-            problem.query[..., :512].contiguous(),
-            None,
-            scale=SCALE,
-        )
+        # Builds what the timing will use, on pages of a small pool over and over.
+        pool = torch.zeros(64, PAGE, WIDTH, dtype=dtype, device="cuda")
+        for row in [row for row in ROWS if row[0] == arguments.heads and name == arguments.variant]:
+            shapes = [(1, length) for length in lengths(row[1], row[2])]
+            order = np.arange(sum(-(-length // PAGE) for _, length in shapes)) % len(pool)
+            problem = make_problem(shapes, row[0], pool, order, decodes=row[1], seed=0)
+            launcher(name)(
+                problem.query, pool, problem.batch, problem.query[..., :512].contiguous(), None, scale=SCALE
+            )
         torch.cuda.synchronize()
         return
     pages = make_pages(arguments.pages)
@@ -294,7 +293,7 @@ def show(times: list[dict[str, object]], variants: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", default="ltep,tep,lep,ep,portable,float32")
+    parser.add_argument("--variants", default="hopper-fp,hopper-sfp,hopper-p,portable,float32")
     parser.add_argument("--variant", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--heads", type=int, default=16)

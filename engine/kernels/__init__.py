@@ -2,9 +2,11 @@
 """Kernels by operation. Importing this package registers the built-in backends."""
 
 from twinpool.engine.kernels import torch_backend as torch_backend
+from twinpool.engine.kernels import torch_fp8 as torch_fp8
 from twinpool.engine.kernels.operations import AttentionResult, Kernels
 from twinpool.engine.kernels.registry import (
     BLOCK_MAJOR,
+    FP8_LATENT,
     REGISTRY,
     Capability,
     Kernel,
@@ -16,6 +18,7 @@ from twinpool.engine.kernels.registry import (
 
 __all__ = [
     "BLOCK_MAJOR",
+    "FP8_LATENT",
     "REGISTRY",
     "AttentionResult",
     "Capability",

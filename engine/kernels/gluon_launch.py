@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.experimental.gluon.language as gl
@@ -14,6 +15,7 @@ from twinpool.engine.kernels import triton_launch
 from twinpool.engine.kernels.gluon_mla_decode import mla_decode
 from twinpool.engine.kernels.operations import AttentionResult
 from twinpool.engine.kernels.triton_merge import merge
+from twinpool.engine.kernels.triton_schedule import OVERHEAD
 
 LATENT, WIDTH, PAGE, ROWS = 512, 576, 64, 64
 MAX_GROUPS = 8
@@ -24,14 +26,12 @@ MAX_GROUPS = 8
 class Variant:
     """How the kernel is built. See docs/kernels.md for what each got.
 
-    ``lean`` keeps most of the query in registers, which makes room for a third page. ``late`` holds a page's product
-    back until the next page's scores are done. ``early`` publishes the rescale factors before the weights. ``pdl``
-    overlaps the launches of split and merge.
+    ``soon`` lets the products of a page begin after the left half of the next page's scores, not after all of them.
+    ``fuse`` joins divided sequences in the same launch. ``pdl`` lets the launch begin while the one before it ends.
     """
 
-    lean: bool = True
-    late: bool = True
-    early: bool = True
+    soon: bool = False
+    fuse: bool = True
     pdl: bool = True
 
 
@@ -63,6 +63,29 @@ def descriptors(pages: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     return describe(256), describe(64)
 
 
+def blocks_of(batch: AttentionBatch, processors: int, groups: int) -> int:
+    """Blocks of the schedule: one for each processor and run of rows, but no more than there are units of work."""
+    pages = -(-batch.host_context.astype(np.int64) // PAGE)
+    return max(min(processors // groups, int(pages.sum()) + OVERHEAD * len(pages)), 1)
+
+
+def counts_of(batch: AttentionBatch, groups: int) -> Tensor:
+    """Counters by which blocks wait for each other, ``int32[sequences x groups]``. Every launch leaves them at 0."""
+
+    def make() -> Tensor:
+        return torch.zeros(batch.num_sequences * groups, dtype=torch.int32, device=batch.context.device)
+
+    return batch.derived(f"gluon_counts:{groups}", make)
+
+
+def join_tile(blocks: int, sequences: int) -> tuple[int, int, int]:
+    """(parts, runs, columns) that a block joins at a time, 8,192 values: many parts when many blocks share a sequence.
+
+    Only two forms, since each is a kernel to build.
+    """
+    return (64, 1, 128) if blocks // sequences > 5 else (4, 4, LATENT)
+
+
 def attend(
     query: Tensor,
     pages: Tensor,
@@ -78,19 +101,21 @@ def attend(
     largest = triton_launch.most_rows(batch, heads)
     groups = triton.cdiv(largest, ROWS)
     built = variant or (MANY_ROWS if largest > ROWS else FEW_ROWS)
-    blocks = max(triton_launch.device_of(query).processors // groups, 1)
+    blocks = blocks_of(batch, triton_launch.device_of(query).processors, groups)
     schedule = triton_launch.schedule_of(batch, blocks)
     part, part_lse = triton_launch.parts_of(batch, blocks, largest, LATENT)
     kv_desc, rope_desc = descriptors(pages)
+    parts, runs, columns = join_tile(blocks, batch.num_sequences)
     options = {"launch_pdl": True} if built.pdl else {}
     mla_decode[(blocks * groups,)](
-        kv_desc, rope_desc, query, batch.block_table, batch.context, batch.q_start, schedule.plan, output,
-        part_lse if lse is None else lse, part, part_lse,
-        scale * triton_launch.LOG2_E, batch.block_table.stride(0), pages.stride(0) // WIDTH, blocks, part.shape[1],
+        kv_desc, rope_desc, query, batch.block_table, batch.context, batch.q_start, schedule.plan,
+        counts_of(batch, groups), output, part_lse if lse is None else lse, part, part_lse,
+        scale * triton_launch.LOG2_E, batch.block_table.stride(0), pages.stride(0) // WIDTH, part.shape[1],
         HEADS=heads, GROUPS=groups, MULTI=batch.num_tokens > batch.num_sequences, WITH_LSE=lse is not None,
-        LEAN=built.lean, EARLY=built.early, LATE=built.late, PDL=built.pdl, num_warps=4, **options,
+        FUSE=built.fuse and blocks > 1, PARTS=parts, RUNS=runs, COLUMNS=columns, SOON=built.soon, PDL=built.pdl,
+        num_warps=4, **options,
     )  # fmt: skip
-    if blocks > 1:
+    if blocks > 1 and not built.fuse:
         merge(part, part_lse, schedule, batch.q_start, output, lse, heads=heads, rows=largest, pdl=built.pdl)
 
 

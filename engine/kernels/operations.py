@@ -2,7 +2,8 @@
 """The operations that kernels implement: exact signatures, shapes and edge cases.
 
 Common to all: ``pages`` is one layer of the pool, ``[blocks, block_tokens, width]``, whose block stride may be
-larger than a page. Causality is aligned at the end: query token ``j`` of ``q_len`` sees the first
+larger than a page; in the layout ``fp8_latent`` its rows are packed bytes. Causality is aligned at the end: query
+token ``j`` of ``q_len`` sees the first
 ``context - q_len + j + 1`` KV entries. A query that sees nothing (``context`` 0, or ``q_len > context``) has output
 0 and LSE ``-inf``. KV entries outside ``context`` may hold anything, NaN included, and never leak into a result.
 LSE is the natural logarithm of the sum of exponentials of the scaled scores. Sums are accumulated in float32
@@ -27,9 +28,10 @@ class AttentionResult(NamedTuple):
 
 
 class WriteKV(Protocol):
-    """Stores ``rows [T, width]`` at ``batch.slots``."""
+    """Stores ``rows [T, width]`` at ``batch.slots``. The first ``latent_dim`` values are the latent: a layout may store
+    them in another form than the rest."""
 
-    def __call__(self, pages: Tensor, rows: Tensor, batch: AttentionBatch) -> None: ...
+    def __call__(self, pages: Tensor, rows: Tensor, batch: AttentionBatch, *, latent_dim: int) -> None: ...
 
 
 class MlaPagedAttention(Protocol):

@@ -10,6 +10,10 @@ import torch
 BLOCK_MAJOR = "block_major"
 """Pages of one layer are ``[blocks, block_tokens, width]`` with any block stride; a page is contiguous."""
 
+FP8_LATENT = "fp8_latent"
+"""As ``BLOCK_MAJOR``, with rows packed: pages are ``uint8[blocks, block_tokens, row_bytes]``, see
+``engine.kv.formats.Fp8LatentRows``."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

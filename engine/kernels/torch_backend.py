@@ -8,6 +8,7 @@ from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels import torch_decode, torch_prefill
 from twinpool.engine.kernels.operations import AttentionResult
 from twinpool.engine.kernels.registry import REGISTRY
+from twinpool.engine.kv.formats import Fp8LatentRows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EXPANDED_BYTES = 64 << 20
@@ -20,7 +21,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @REGISTRY.register("write_kv", backend="torch", dtypes=DTYPES, note="indexed store")
-def write_kv(pages: Tensor, rows: Tensor, batch: AttentionBatch) -> None:
+def write_kv(pages: Tensor, rows: Tensor, batch: AttentionBatch, *, latent_dim: int = 0) -> None:
     """See ``operations.WriteKV``."""
     block, offset = batch.derived(
         "slot_parts", lambda: (batch.slots // batch.block_tokens, batch.slots % batch.block_tokens)
@@ -28,7 +29,7 @@ def write_kv(pages: Tensor, rows: Tensor, batch: AttentionBatch) -> None:
     pages.index_put_((block, offset), rows)
 
 
-def _attend(
+def attend(
     query: Tensor,
     pages: Tensor,
     batch: AttentionBatch,
@@ -37,8 +38,10 @@ def _attend(
     groups: int,
     scale: float,
     with_lse: bool,
+    packed: Fp8LatentRows | None = None,
 ) -> AttentionResult:
-    """``query [T, groups * r, dk]``; keys and values are ``groups`` equal runs of columns of the rows."""
+    """``query [T, groups * r, dk]``; keys and values are ``groups`` equal runs of columns of the rows, unpacked if the
+    pages are ``packed``."""
     total, heads, dim = query.shape
     dtype = accumulation_dtype(query.dtype)
     scaled = (query.to(dtype) * scale).view(total, groups, heads // groups, dim)
@@ -52,7 +55,7 @@ def _attend(
     running = torch_decode.decode_groups(batch.select(0, decodes)) if decodes else []
     if decodes == sequences and len(running) == 1 and running[0].rows is None:
         # The usual step of a decode worker: no assembling.
-        keys, values = split(torch_decode.gather(pages, running[0], dtype))
+        keys, values = split(torch_decode.gather(pages, running[0], dtype, packed))
         whole, sums = torch_decode.attend_group(scaled, keys, values, running[0], with_lse=with_lse)
         flat = None if sums is None else sums.reshape(total, heads)
         return AttentionResult(whole.reshape(total, heads, value_dim).to(query.dtype), flat)
@@ -60,7 +63,7 @@ def _attend(
     output = scaled.new_zeros(total, groups, heads // groups, value_dim)
     lse = scaled.new_full((total, groups, heads // groups), float("-inf")) if with_lse else None
     for group in running:
-        keys, values = split(torch_decode.gather(pages, group, dtype))
+        keys, values = split(torch_decode.gather(pages, group, dtype, packed))
         # Decodes are the first rows, one for each sequence.
         part = scaled[:decodes] if group.rows is None else scaled.index_select(0, group.rows)
         out, sums = torch_decode.attend_group(part, keys, values, group, with_lse=with_lse)
@@ -73,7 +76,7 @@ def _attend(
         for prefix in torch_prefill.prefixes(batch.select(decodes, sequences)):
             if prefix.start == prefix.end:
                 continue
-            keys, values = split(prefix.gather(pages, dtype))
+            keys, values = split(prefix.gather(pages, dtype, packed))
             span = slice(base + prefix.start, base + prefix.end)
             torch_prefill.attend_causal(
                 scaled[span], keys, values, output[span], None if lse is None else lse[span]
@@ -95,7 +98,7 @@ def mla_paged_attention(
 ) -> AttentionResult:
     """See ``operations.MlaPagedAttention``."""
     keys, values = slice(score_from, pages.shape[-1]), slice(0, latent_dim)
-    return _attend(query[..., score_from:], pages, batch, keys, values, 1, scale, with_lse)
+    return attend(query[..., score_from:], pages, batch, keys, values, 1, scale, with_lse)
 
 
 @REGISTRY.register("gqa_paged_attention", backend="torch", dtypes=DTYPES, note="gather, batched products")
@@ -111,7 +114,7 @@ def gqa_paged_attention(
     """See ``operations.GqaPagedAttention``."""
     width = pages.shape[-1]
     keys, values = slice(width // 2, width), slice(0, width // 2)
-    return _attend(query, pages, batch, keys, values, kv_heads, scale, with_lse)
+    return attend(query, pages, batch, keys, values, kv_heads, scale, with_lse)
 
 
 @REGISTRY.register("mla_expanded_attention", backend="torch", dtypes=DTYPES, note="expands runs of heads")
@@ -124,8 +127,9 @@ def mla_expanded_attention(
     expand_values: Tensor,
     scale: float,
     with_lse: bool = False,
+    packed: Fp8LatentRows | None = None,
 ) -> AttentionResult:
-    """See ``operations.MlaExpandedAttention``."""
+    """See ``operations.MlaExpandedAttention``; with ``packed`` for the layout ``fp8_latent``."""
     total, heads, dim = query.shape
     nope, value_dim, latent = expand_keys.shape[1], expand_values.shape[1], expand_keys.shape[2]
     dtype = accumulation_dtype(query.dtype)
@@ -136,7 +140,7 @@ def mla_expanded_attention(
     for prefix in torch_prefill.prefixes(batch):
         if prefix.start == prefix.end:
             continue
-        rows = prefix.gather(pages, dtype)
+        rows = prefix.gather(pages, dtype, packed)
         compressed, rotary = rows[:, :latent], rows[:, latent:]
         span = slice(prefix.start, prefix.end)
         per_head = prefix.context * (dim + value_dim) * dtype.itemsize

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kv.formats import Fp8LatentRows
 
 _MAX_PADDING = 0.25
 """Largest share of padded pages in a group: more costs more than the calls that it saves."""
@@ -85,9 +86,11 @@ def _make_group(batch: AttentionBatch, members: NDArray[np.int64], pages: int, *
     )
 
 
-def gather(pages: Tensor, group: DecodeGroup, dtype: torch.dtype) -> Tensor:
+def gather(pages: Tensor, group: DecodeGroup, dtype: torch.dtype, packed: Fp8LatentRows | None) -> Tensor:
     """The group's KV rows, ``dtype[size, length, width]``, with nothing but finite values in masked places."""
     rows = pages.index_select(0, group.pages).view(group.size * group.length, pages.shape[-1])
+    if packed is not None:
+        rows = packed.unpack(rows, dtype)
     if group.blank is not None:
         # Masked weights are 0, yet 0 x NaN is NaN: what is not part of a context must not be multiplied.
         rows.index_fill_(0, group.blank, 0.0)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kv.formats import Fp8LatentRows
 
 # Scores of a tile should stay in a core's cache: measured on 2 cores at 512-2048 tokens, tiles of 32-64 queries
 # take 6 ms where one product over all queries takes 17.
@@ -28,10 +29,10 @@ class Prefix:
         blocks = -(-self.context // tokens)
         self.pages = batch.block_table[index, :blocks].to(torch.int64)
 
-    def gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    def gather(self, pages: Tensor, dtype: torch.dtype, packed: Fp8LatentRows | None) -> Tensor:
         """The sequence's KV rows, ``dtype[context, width]``."""
-        rows = pages.index_select(0, self.pages)
-        return rows.view(-1, pages.shape[-1])[: self.context].to(dtype)
+        rows = pages.index_select(0, self.pages).view(-1, pages.shape[-1])[: self.context]
+        return rows.to(dtype) if packed is None else packed.unpack(rows, dtype)
 
 
 def prefixes(batch: AttentionBatch) -> list[Prefix]:

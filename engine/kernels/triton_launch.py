@@ -78,7 +78,7 @@ def choose_tiles(rows: int, row_bytes: int, shared: int) -> Tiles:
 
 def schedule_of(batch: AttentionBatch, blocks: int) -> Schedule:
     """The batch's schedule over ``blocks`` thread blocks, made once per batch."""
-    return batch.derived(f"triton_schedule:{blocks}", lambda: make_schedule(batch.context, blocks, UNIT))
+    return batch.derived(f"triton_schedule:{blocks}", lambda: make_schedule(batch.context, batch.block_table, blocks, UNIT))
 
 
 def parts_of(batch: AttentionBatch, blocks: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def attend(
     mla_split[(blocks, groups)](
         query, pages, batch.block_table, batch.context, batch.q_start, schedule.plan, output,
         part_lse if lse is None else lse, part, part_lse, scale * LOG2_E, batch.block_table.stride(0), pages.stride(0),
-        blocks, part.shape[1], HEADS=heads, LATENT=latent, WIDTH=width, LATENT_PAD=latent_pad, ROPE_PAD=rope_pad,
+        part.shape[1], HEADS=heads, LATENT=latent, WIDTH=width, LATENT_PAD=latent_pad, ROPE_PAD=rope_pad,
         PAGE=batch.block_tokens, TILE=schedule.tile, ROWS=tiles.rows, TOKENS=tiles.tokens, STAGES=tiles.stages,
         WITH_LSE=lse is not None, CAST=interpreted, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twinpool.engine.kernels.triton_schedule import Schedule
+from twinpool.engine.kernels.triton_schedule import FIELDS, Schedule
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -15,15 +15,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit(do_not_specialize=["count", "blocks", "part_rows"])
 def merge_kernel(
     PART, PART_LSE, PLAN, Q_START, OUT, LSE, count, blocks, part_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WITH_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the sequence, run of ``COLUMNS`` columns, sequence). Partial sums are logarithms to base 2."""
-    row = tl.program_id(0)
+    """Program (run of ``ROWS`` rows, run of ``COLUMNS`` columns, sequence), ``PARTS`` parts at a time.
+
+    Partial sums are logarithms to base 2.
+    """
     sequence = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.load(PLAN + 2 * (blocks + 1) + sequence)
-    last = tl.load(PLAN + 2 * (blocks + 1) + count + sequence)
+    first = tl.load(PLAN + FIELDS * blocks + sequence)
+    last = tl.load(PLAN + FIELDS * blocks + count + sequence)
     start = tl.load(Q_START + sequence)
     rows = (tl.load(Q_START + sequence + 1) - start) * HEADS
     if PDL:
@@ -31,30 +34,49 @@ def merge_kernel(
         gdc_wait()
         gdc_launch_dependents()
     # One block did the whole sequence: it wrote the output itself.
-    if (first < last) & (row < rows):
-        peak = float("-inf")
-        total = 0.0
-        acc = tl.zeros([COLUMNS], tl.float32)
+    if (first < last) & (tl.program_id(0) * ROWS < rows):
+        real = row < rows
+        wide = real[:, None] & (column < DIM)[None, :]
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in range(first, last + 1, PARTS):
             block = begin + tl.arange(0, PARTS)
             there = block <= last
-            slot = (2 * block + tl.where(block == first, 1, 0)).to(tl.int64) * part_rows + row
-            sums = tl.load(PART_LSE + slot, mask=there, other=float("-inf"))
-            held = there[:, None] & (column < DIM)[None, :]
-            values = tl.load(PART + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
+            slot = (2 * block + tl.where(block == first, 1, 0)).to(tl.int64)
+            place = slot[:, None] * part_rows + row[None, :]
+            sums = tl.load(PART_LSE + place, mask=there[:, None] & real[None, :], other=float("-inf"))
+            held = there[:, None, None] & wide[None, :, :]
+            values = tl.load(PART + place[:, :, None] * DIM + column[None, None, :], mask=held, other=0.0)
             highest = tl.maximum(peak, tl.max(sums, 0))
             # If nothing was seen yet, -inf - -inf would be NaN.
             anchor = tl.where(highest == float("-inf"), 0.0, highest)
             old = tl.exp2(peak - anchor)
-            weight = tl.exp2(sums - anchor)
-            acc = acc * old + tl.sum(tl.where(weight[:, None] > 0, values * weight[:, None], 0.0), 0)
+            weight = tl.exp2(sums - anchor[None, :])
+            part = tl.where(weight[:, :, None] > 0, values * weight[:, :, None], 0.0)
+            acc = acc * old[:, None] + tl.sum(part, 0)
             total = total * old + tl.sum(weight, 0)
             peak = highest
         target = (start * HEADS + row).to(tl.int64)
-        result = tl.where(total > 0, acc / total, 0.0)
-        tl.store(OUT + target * DIM + column, result.to(OUT.dtype.element_ty), mask=column < DIM)
+        seen = total > 0
+        result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
+        tl.store(OUT + target[:, None] * DIM + column[None, :], result.to(OUT.dtype.element_ty), mask=wide)
         if WITH_LSE:
-            tl.store(LSE + target, (peak + tl.log2(total)) * LN2, mask=tl.program_id(1) == 0)
+            value = tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
+            tl.store(LSE + target, value, mask=real & (tl.program_id(1) == 0))
+
+
+def tiling(rows: int, count: int, blocks: int, padded: int) -> tuple[int, int, int]:
+    """(parts, rows, columns) of a program: all loads of a program should be in flight at once, 8,192 values at most.
+
+    Sequences that many blocks share are few: their programs take many parts and few columns, so that all processors
+    have work. Sequences that a few blocks share come in numbers, with whole rows.
+    """
+    shares = blocks // count + 2
+    if shares > 8:
+        columns = min(padded, max(64, triton.next_power_of_2(rows * count)))
+        return min(triton.next_power_of_2(shares), 128, max(8192 // columns, 8)), 1, columns
+    return 4, 4 if rows * count > 512 else 2, min(padded, 512)
 
 
 def merge(
@@ -75,14 +97,11 @@ def merge(
     of the launch before it, which must then be the split.
     """
     count, dim = len(q_start) - 1, output.shape[-1]
-    padded = triton.next_power_of_2(dim)
-    # Few rows: narrow programs, so that every processor has some; many: wide ones.
-    columns = min(padded, 64 if rows * count <= 64 else 128 if rows * count <= 1024 else 256)
-    parts = min(max(8192 // columns, 8), triton.next_power_of_2(schedule.blocks))
-    grid = (rows, triton.cdiv(dim, columns), count)
+    parts, tall, columns = tiling(rows, count, schedule.blocks, triton.next_power_of_2(dim))
+    grid = (triton.cdiv(rows, tall), triton.cdiv(dim, columns), count)
     options = {"launch_pdl": True} if pdl else {}
     merge_kernel[grid](
         part, part_lse, schedule.plan, q_start, output, lse if lse is not None else part_lse,
-        count, schedule.blocks, part.shape[1], HEADS=heads, DIM=dim, COLUMNS=columns, PARTS=parts,
+        count, schedule.blocks, part.shape[1], HEADS=heads, DIM=dim, PARTS=parts, ROWS=tall, COLUMNS=columns,
         WITH_LSE=lse is not None, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from twinpool.engine.kernels.triton_schedule import FIELDS
+
 MINUS = tl.constexpr(-1.0e30)
 """Below every score, yet finite: the difference of two of them is no NaN."""
 LN2 = tl.constexpr(0.6931471805599453)
@@ -20,7 +22,17 @@ def _product(a, b, acc, CAST: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _keys(KV, TABLE_ROW, position, seen, page_stride, column, ROW: tl.constexpr, TO: tl.constexpr, PAGE: tl.constexpr):
+def _keys(
+    KV,
+    TABLE_ROW,
+    position,
+    seen,
+    page_stride,
+    column,
+    ROW: tl.constexpr,
+    TO: tl.constexpr,
+    PAGE: tl.constexpr,
+):
     """``[tokens, columns]`` of the cache; 0 beyond ``seen`` tokens and ``TO`` columns, whatever lies there."""
     there = position < seen
     page = tl.load(TABLE_ROW + position // PAGE, mask=there, other=0).to(tl.int64)
@@ -28,10 +40,10 @@ def _keys(KV, TABLE_ROW, position, seen, page_stride, column, ROW: tl.constexpr,
     return tl.load(row[:, None] + column[None, :], mask=there[:, None] & (column < TO)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "blocks", "part_rows"])
+@triton.jit(do_not_specialize=["table_stride", "part_rows"])
 def mla_split(
     Q, KV, TABLE, CONTEXT, Q_START, PLAN, OUT, LSE, PART, PART_LSE,
-    scale, table_stride, page_stride, blocks, part_rows,
+    scale, table_stride, page_stride, part_rows,
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     WITH_LSE: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -41,10 +53,10 @@ def mla_split(
     ``scale`` includes log2(e). Partial results are normalised, their LSE is to base 2.
     """
     block = tl.program_id(0)
-    s0 = tl.load(PLAN + block)
-    s1 = tl.load(PLAN + block + 1)
-    p0 = tl.load(PLAN + blocks + 1 + block)
-    p1 = tl.load(PLAN + blocks + 2 + block)
+    s0 = tl.load(PLAN + block * FIELDS)
+    p0 = tl.load(PLAN + block * FIELDS + 1)
+    s1 = tl.load(PLAN + block * FIELDS + 2)
+    p1 = tl.load(PLAN + block * FIELDS + 3)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     latent = tl.arange(0, LATENT_PAD)
     rope = LATENT + tl.arange(0, ROPE_PAD)
@@ -70,8 +82,12 @@ def mla_split(
             acc = tl.zeros([ROWS, LATENT_PAD], tl.float32)
             for n in tl.range(first * TILE, tl.minimum(end * TILE, seen), TOKENS, num_stages=STAGES):
                 position = n + token
-                k = _keys(KV, TABLE + s * table_stride, position, seen, page_stride, latent, WIDTH, LATENT, PAGE)
-                kr = _keys(KV, TABLE + s * table_stride, position, seen, page_stride, rope, WIDTH, WIDTH, PAGE)
+                k = _keys(
+                    KV, TABLE + s * table_stride, position, seen, page_stride, latent, WIDTH, LATENT, PAGE
+                )
+                kr = _keys(
+                    KV, TABLE + s * table_stride, position, seen, page_stride, rope, WIDTH, WIDTH, PAGE
+                )
                 qk = _product(q, tl.trans(k), tl.zeros([ROWS, TOKENS], tl.float32), CAST, PRECISION)
                 qk = _product(qr, tl.trans(kr), qk, CAST, PRECISION)
                 qk = tl.where(position[None, :] < limit[:, None], qk, float("-inf"))
@@ -87,7 +103,9 @@ def mla_split(
             held = real[:, None] & (latent < LATENT)[None, :]
             if (first == 0) & (end == units):
                 target = (start * HEADS + row).to(tl.int64)
-                tl.store(OUT + target[:, None] * LATENT + latent[None, :], acc.to(OUT.dtype.element_ty), mask=held)
+                tl.store(
+                    OUT + target[:, None] * LATENT + latent[None, :], acc.to(OUT.dtype.element_ty), mask=held
+                )
                 if WITH_LSE:
                     tl.store(LSE + target, value * LN2, mask=real)
             else:

@@ -4,16 +4,19 @@
 
 All pages of all sequences lie on one axis, each sequence preceded by ``OVERHEAD`` units that stand for its query load
 and its output. The axis is cut into ``blocks`` equal runs. A block walks its run; a sequence that a cut divides leaves
-one partial result in each block it touches, and ``triton_merge`` joins them.
+one partial result in each block it touches, and they are joined afterwards.
 
 The plan is one ``int32`` tensor, made on the device from the context lengths alone, so that a captured graph follows
-lengths that change between replays::
+lengths that change between replays. A row of ``FIELDS`` values for each block comes first::
 
-    sequence [blocks + 1] | page [blocks + 1] | first block [n] | last block [n]
+    0 sequence, 1 page: where its run begins      2 sequence, 3 page: where it ends (not included)
+    4 context of the first sequence               5 first block of the first sequence
+    6 blocks of the first sequence                7 blocks of the last sequence
+    8 number of the first page, if pages have the schedule's size
 
-Block ``c`` owns everything from (sequence[c], page[c]) up to, and without, (sequence[c + 1], page[c + 1]). A partial result
-lies in slot ``2 c`` if it continues a sequence, ``2 c + 1`` if it begins one. A block whose two ends are equal is idle; if
-they lie inside a sequence, it leaves an empty partial result (LSE -inf) all the same, so that the merge need not look.
+then the first block of each sequence, then its last one. A partial result of block ``c`` lies in slot ``2 c`` if it
+continues a sequence, ``2 c + 1`` if it begins one. A block whose two ends are equal is idle; if they lie inside a
+sequence, it leaves an empty partial result (LSE -inf) all the same, so that nobody need look.
 """
 
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from torch import Tensor
 
 OVERHEAD = 1
 """Units on the axis for each sequence, in pages. Measured: see docs/kernels.md."""
+FIELDS = tl.constexpr(16)
 _CHUNK = 32
 
 
@@ -37,9 +41,16 @@ class Schedule:
     tile: int
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@triton.jit
+def _at_most(place, blocks, total):
+    """The last cut that is not behind ``place``: cut c lies at c * total // blocks."""
+    return tl.minimum(((place.to(tl.int64) + 1) * blocks - 1) // total, blocks - 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "table_stride"])
 def plan_kernel(
-    CONTEXT, PLAN, count, blocks, TILE: tl.constexpr, OVER: tl.constexpr, CUTS: tl.constexpr, CHUNK: tl.constexpr
+    CONTEXT, TABLE, PLAN, count, blocks, table_stride,
+    TILE: tl.constexpr, OVER: tl.constexpr, CUTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program. ``CUTS`` is a power of two above ``blocks``."""
     cut = tl.arange(0, CUTS)
@@ -61,24 +72,42 @@ def plan_kernel(
         before = (end[None, :] <= place[:, None]) & inside[None, :]
         sequence += tl.sum(before.to(tl.int32), 1)
         base += tl.sum(tl.where(before, units[None, :], 0), 1)
-        # The first block that reaches page 0 of the sequence, and the last one that has a page of it.
-        head = tl.minimum(end - units + OVER, end - 1)
-        real = cut[None, :] < blocks
-        first = tl.sum((real & (place[None, :] <= head[:, None])).to(tl.int32), 1) - 1
-        last = tl.sum((real & (place[None, :] < end[:, None])).to(tl.int32), 1) - 1
-        tl.store(PLAN + 2 * (blocks + 1) + begin + item, first, mask=inside)
-        tl.store(PLAN + 2 * (blocks + 1) + count + begin + item, last, mask=inside)
+        # The last cut at or before page 0 begins the sequence; the last one before its end ends it.
+        first = _at_most(tl.minimum(end - units + OVER, end - 1), blocks, total)
+        tl.store(PLAN + FIELDS * blocks + begin + item, first, mask=inside)
+        tl.store(PLAN + FIELDS * blocks + count + begin + item, _at_most(end - 1, blocks, total), mask=inside)
         past += tl.sum(units)
-    tl.store(PLAN + cut, sequence, mask=cut <= blocks)
-    tl.store(PLAN + blocks + 1 + cut, tl.maximum(place - base - OVER, 0), mask=cut <= blocks)
+    page = tl.maximum(place - base - OVER, 0)
+    real = sequence < count
+    context = tl.load(CONTEXT + sequence, mask=real, other=0)
+    end = base + (context + TILE - 1) // TILE + OVER
+    first = _at_most(tl.minimum(base + OVER, end - 1), blocks, total)
+    parts = _at_most(end - 1, blocks, total) - first + 1
+    number = tl.load(TABLE + sequence * table_stride + page, mask=real & (page * TILE < context), other=0)
+    row = PLAN + cut * FIELDS
+    begins, ends = cut < blocks, (cut > 0) & (cut <= blocks)
+    tl.store(row, sequence, mask=begins)
+    tl.store(row + 1, page, mask=begins)
+    tl.store(row - FIELDS + 2, sequence, mask=ends)
+    tl.store(row - FIELDS + 3, page, mask=ends)
+    tl.store(row + 4, context, mask=begins)
+    tl.store(row + 5, first, mask=begins)
+    tl.store(row + 6, parts, mask=begins)
+    tl.store(row - FIELDS + 7, parts, mask=ends)
+    tl.store(row + 8, number, mask=begins)
 
 
-def make_schedule(context: Tensor, blocks: int, tile: int, overhead: int = OVERHEAD) -> Schedule:
-    """Plans ``context int32[n]`` over ``blocks`` thread blocks. Launches one small kernel; n and blocks are at least 1."""
+def make_schedule(
+    context: Tensor, table: Tensor, blocks: int, tile: int, overhead: int = OVERHEAD
+) -> Schedule:
+    """Plans ``context int32[n]`` over ``blocks`` thread blocks. Launches one small kernel; n and blocks are at least 1.
+
+    ``table int32[n, m]`` holds page numbers for field 8; if pages are not of ``tile`` tokens, that field means nothing.
+    """
     count = len(context)
-    plan = torch.empty(2 * (blocks + 1) + 2 * count, dtype=torch.int32, device=context.device)
-    cuts = triton.next_power_of_2(blocks + 1)
+    plan = torch.empty(FIELDS.value * blocks + 2 * count, dtype=torch.int32, device=context.device)
     plan_kernel[(1,)](
-        context, plan, count, blocks, TILE=tile, OVER=overhead, CUTS=cuts, CHUNK=_CHUNK, num_warps=8
-    )
+        context, table, plan, count, blocks, table.stride(0),
+        TILE=tile, OVER=overhead, CUTS=triton.next_power_of_2(blocks + 1), CHUNK=_CHUNK, num_warps=8,
+    )  # fmt: skip
     return Schedule(plan, blocks, tile)

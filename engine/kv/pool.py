@@ -14,7 +14,8 @@ class KVPool:
 
     All layers of a block lie together, so that a block is one transfer descriptor. On a CPU both start at a memory
     page and are never freed (see ``memory``). ``generations`` is raised by the block manager whenever a block is
-    given to new content, and read by peers. The pool does not know which blocks are in use.
+    given to new content, and read by peers. The pool does not know which blocks are in use. Where rows are packed
+    (``formats``), ``dtype`` is uint8 and ``width`` the bytes of a row.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class KVPool:
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if not dtype.is_floating_point:
-            raise ValueError(f"a KV pool holds floating point values, not {dtype}")
+        if not (dtype.is_floating_point or dtype == torch.uint8):
+            raise ValueError(f"a KV pool holds floating point values or packed bytes, not {dtype}")
         shape = (num_blocks, layers, block_tokens, width)
         self.device = torch.device(device)
         if self.device.type == "cpu":
@@ -109,7 +110,7 @@ class KVPool:
         self.tensor.index_copy_(0, targets, self.tensor.index_select(0, sources))
 
     def poison(self, blocks: ArrayLike) -> None:
-        """Overwrites whole blocks with bytes 0xFF, a NaN in every floating point type, so that any use shows."""
+        """Overwrites whole blocks with bytes 0xFF, a NaN in every floating point type and format, so that any use shows."""
         indices = self._checked(blocks)
         if len(indices):
             self.tensor.view(torch.uint8).index_fill_(0, indices, 0xFF)

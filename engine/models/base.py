@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import ModelConfig
+from twinpool.engine.kv.formats import Fp8LatentRows, KVDtype, PlainRows, RowFormat
 
 __all__ = ["AttentionBatch", "AttentionPath", "DecoderModel", "KVLayout"]
 
@@ -35,9 +36,15 @@ class KVLayout:
     def width(self) -> int:
         return self.latent_dim + self.rope_dim
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
+    def rows(self, dtype: torch.dtype, kv_dtype: KVDtype = "auto") -> RowFormat:
+        """How a row lies in the pool of a model that runs in ``dtype``."""
+        if kv_dtype == "fp8_latent":
+            return Fp8LatentRows(self.latent_dim, self.rope_dim)
+        return PlainRows(self.width, dtype)
+
+    def bytes_per_token(self, dtype: torch.dtype, kv_dtype: KVDtype = "auto") -> int:
         """Cache bytes of one token over all layers."""
-        return self.width * self.layers * dtype.itemsize
+        return self.layers * self.rows(dtype, kv_dtype).row_bytes
 
     @classmethod
     def of(cls, config: ModelConfig, attention: AttentionPath = "latent") -> "KVLayout":
@@ -54,12 +61,15 @@ class DecoderModel(nn.Module, ABC):
 
     config: ModelConfig
     kv_layout: KVLayout
+    kv_rows: RowFormat
+    """The form of the pool that ``forward`` takes: ``[blocks, layers, block_tokens, kv_rows.columns]`` of its dtype."""
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, pool: Tensor, batch: AttentionBatch) -> Tensor:
         """Runs one step and writes its KV into ``pool``.
 
-        ``token_ids int64[T]``, ``positions int64[T]``, ``pool [blocks, layers, block_tokens, width]``. Returns the
+        ``token_ids int64[T]``, ``positions int64[T]``, ``pool [blocks, layers, block_tokens, columns]`` as ``kv_rows``
+        says. Returns the
         normed hidden states ``[m, hidden]`` of ``batch.last_rows`` (all ``T`` rows if that is None).
         """
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.kernels import Kernels
+from twinpool.engine.kv.formats import KVDtype
 from twinpool.engine.models.base import AttentionPath, DecoderModel, KVLayout
 from twinpool.engine.models.gqa import GqaAttention
 from twinpool.engine.models.layers import GatedMlp, RMSNorm
@@ -80,10 +81,13 @@ class PagedDecoder(DecoderModel):
         prefill: PrefillPath = "auto",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        kv_dtype: KVDtype = "auto",
     ) -> None:
+        """``kv_dtype``: the form of cache rows, which ``kernels`` have to be for."""
         super().__init__()
         self.config = config
         self.kv_layout = KVLayout.of(config, attention)
+        self.kv_rows = self.kv_layout.rows(dtype, kv_dtype)
         self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, device)
         self.layers = nn.ModuleList(

@@ -71,7 +71,7 @@ class GqaAttention(nn.Module):
             heads = F.rms_norm(heads, (self.head_dim,), None, self.eps) * self.qk_norm
         heads = rotary.rotate(heads)
         rows = torch.cat((qkv[:, rotated_columns:], heads[:, queries:].reshape(total, -1)), dim=-1)
-        self.kernels.write_kv(pages, rows, batch)
+        self.kernels.write_kv(pages, rows, batch, latent_dim=self.kv_heads * self.head_dim)
         result: Tensor = self.output(self._attend(heads[:, :queries], pages, batch))
         return result
 

@@ -72,7 +72,8 @@ class MlaAttention(nn.Module):
         query_rotary = rotary.rotate(query[..., mla.qk_nope_head_dim :])
         latent = self.kv_norm(kv[:, : mla.kv_lora_rank])
         key_rotary = rotary.rotate(kv[:, None, mla.kv_lora_rank :])[:, 0]
-        self.kernels.write_kv(pages, torch.cat((latent, key_rotary), dim=-1), batch)
+        rows = torch.cat((latent, key_rotary), dim=-1)
+        self.kernels.write_kv(pages, rows, batch, latent_dim=mla.kv_lora_rank)
         result: Tensor = self.output(
             self._attend(query[..., : mla.qk_nope_head_dim], query_rotary, pages, batch)
         )

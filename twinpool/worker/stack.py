@@ -98,8 +98,10 @@ def describe(config: TwinpoolConfig) -> Facts:
     return Facts(
         model=model,
         served_name=config.model.name or Path(path).resolve().name,
-        fingerprint=str(fingerprint(path, dtype=dtype, block_tokens=config.kv.block_tokens)),
-        kv_bytes_per_token=KVLayout.of(model).bytes_per_token(dtype),
+        fingerprint=str(
+            fingerprint(path, dtype=dtype, block_tokens=config.kv.block_tokens, kv_dtype=config.kv.dtype)
+        ),
+        kv_bytes_per_token=KVLayout.of(model).bytes_per_token(dtype, config.kv.dtype),
         max_context_tokens=wanted or most,
     )
 
@@ -125,10 +127,11 @@ def build_stack(
         attention=config.model.attention,
         device=device,
         progress=LoadProgress(on_checked, cancelled),
+        kv_dtype=kv.dtype,
     )
-    layout, steps = model.kv_layout, config.scheduler
+    layers, rows, steps = model.kv_layout.layers, model.kv_rows, config.scheduler
     try:
-        pool = KVPool(kv.num_blocks, layout.layers, kv.block_tokens, layout.width, dtype, device)
+        pool = KVPool(kv.num_blocks, layers, kv.block_tokens, rows.columns, rows.dtype, device)
     except MemoryError as error:
         raise ConfigError(f"kv.num_blocks: {kv.num_blocks} blocks: {error}", key="kv.num_blocks") from None
     runner = ModelRunner(model, pool, threads=config.worker.threads)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twinpool.engine.kernels import triton_launch
-from twinpool.engine.kernels.triton_schedule import make_schedule
+from twinpool.engine.kernels.triton_schedule import FIELDS, make_schedule
 
 HEADS, LATENT, ROPE, SCALE = 4, 12, 6, 0.3
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -118,11 +118,22 @@ def reference_plan(context: list[int], blocks: int, tile: int, overhead: int) ->
 )
 def test_every_page_is_walked_once(context: list[int], blocks: int, overhead: int) -> None:
     tile, count = 4, len(context)
-    found = make_schedule(torch.tensor(context, dtype=torch.int32), blocks, tile, overhead)
+    table = torch.arange(count * 11, dtype=torch.int32).view(count, 11)
+    found = make_schedule(torch.tensor(context, dtype=torch.int32), table, blocks, tile, overhead)
     plan = found.plan.numpy()
-    begins = list(zip(plan[: blocks + 1].tolist(), plan[blocks + 1 : 2 * blocks + 2].tolist(), strict=True))
-    assert begins == reference_plan(context, blocks, tile, overhead)
-    first, last = plan[2 * blocks + 2 :][:count], plan[2 * blocks + 2 + count :]
+    rows = plan[: FIELDS.value * blocks].reshape(blocks, FIELDS.value)
+    expected = reference_plan(context, blocks, tile, overhead)
+    begins = [tuple(row) for row in rows[:, :2].tolist()]
+    begins.append(tuple(rows[-1, 2:4].tolist()))
+    assert begins == expected
+    assert [tuple(row) for row in rows[:, 2:4].tolist()] == expected[1:]
+    first, last = plan[FIELDS.value * blocks :][:count], plan[FIELDS.value * blocks + count :]
+    for row, (sequence, page) in zip(rows.tolist(), expected, strict=False):
+        if sequence < count:
+            assert row[4:7] == [context[sequence], first[sequence], last[sequence] - first[sequence] + 1]
+            assert row[8] == (table[sequence, page] if page * tile < context[sequence] else 0)
+        if row[2] < count:
+            assert row[7] == last[row[2]] - first[row[2]] + 1
     owners: list[list[int]] = [[] for _ in context]
     walked = np.zeros(blocks, np.int64)
     for block in range(blocks):
