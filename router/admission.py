@@ -17,6 +17,7 @@ from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.router.request import Prepared
+from twinpool.router.trace import TraceBook
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
 
 log = get_logger(__name__)
@@ -56,14 +57,21 @@ def core_config(limits: RouterSection) -> AdmissionConfig:
         tenant_burst_tokens=limits.tenant_burst_tokens,
         prefill_window_tokens=limits.prefill_window_tokens,
         transfer_window_requests=limits.transfer_window_requests,
+        prefix_fetch=limits.prefix_fetch,
+        local_prefill=limits.local_prefill,
+        prior_prefill_seconds=limits.prior_prefill_seconds,
+        prior_prefill_token_seconds=limits.prior_prefill_token_seconds,
+        prior_transfer_seconds=limits.prior_transfer_seconds,
+        prior_transfer_block_seconds=limits.prior_transfer_block_seconds,
     )
 
 
 class Admission:
     """The core and those who wait for its actions."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, traces: TraceBook | None = None) -> None:
         self.core = core
+        self._traces = TraceBook(core, 0) if traces is None else traces
         self._waiting: dict[int, Admitted] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at: float | None = None
@@ -100,6 +108,7 @@ class Admission:
         if not submission.accepted:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()
             raise refusal(submission.reason, submission.limit, submission.retry_after)
+        self._traces.begin(submission.request, prepared)
         self._waiting[submission.request] = owner
         self.kick()
         return submission.request
@@ -113,6 +122,7 @@ class Admission:
             if request in self._waiting:
                 self._waiting[request].on_fault(error)
             transition = self.core.advance(time.monotonic(), request, attempt, "cancel")
+        self._traces.advanced(request, attempt, event, detail, transition)
         if not transition.applied:
             log.debug("event_not_applied", fsm_event=event, state=transition.state, attempt=attempt)
         self.kick()
@@ -121,7 +131,9 @@ class Admission:
     def forget(self, request: int) -> None:
         """Ends the router's interest in a request. One that has not ended by now is cancelled."""
         if self._waiting.pop(request, None) is not None:
-            self.core.advance(time.monotonic(), request, 0, "cancel")
+            after = self.core.advance(time.monotonic(), request, 0, "cancel")
+            self._traces.advanced(request, 0, "cancel", "", after)
+            self._traces.end(request)
             self.core.forget(request)
             self.kick()
 
@@ -200,6 +212,7 @@ class Admission:
         actions = self.core.plan(now)
         metrics.ROUTER_PLAN_TIME.observe(time.monotonic() - now)
         for action in actions:
+            self._traces.acted(action)
             owner = self._waiting.get(action.request)
             if owner is None:
                 log.error("action_without_owner", kind=action.kind, request=action.request)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from twinpool.ids import WorkerKey
+from twinpool.router.prefix import Source
 from twinpool.router.request import Prepared
+from twinpool.v1 import control_pb2
 from twinpool.v1 import inference_pb2 as inference
 from twinpool.v1 import worker_pb2 as worker
 
@@ -102,18 +104,20 @@ def prompt_spec(prepared: Prepared) -> worker.PromptSpec:
 def decode_command(
     prepared: Prepared,
     attempt: worker.AttemptId,
-    owner: worker.WorkerId,
-    owner_endpoint: str,
+    owner: control_pb2.WorkerRecord | None,
+    prefix: Source | None = None,
 ) -> worker.DecodeCommand:
-    """The decode leg's command. Its deadline is what is left of the client's now."""
+    """The decode leg's command. Its deadline is what is left of the client's now. ``owner`` None: it computes the prompt
+    itself, after it has pulled ``prefix``."""
     return worker.DecodeCommand(
         id=attempt,
         prompt=prompt_spec(prepared),
         draw=draw_spec(prepared),
-        owner=owner,
-        owner_endpoint=owner_endpoint,
+        owner=owner.worker if owner is not None else None,
+        owner_endpoint=owner.endpoint if owner is not None else "",
         priority=prepared.priority,
         deadline=prepared.deadline.to_proto(),
+        prefix=prefix.message if prefix is not None and owner is None else None,
     )
 
 
@@ -122,8 +126,10 @@ def prefill_command(
     attempt: worker.AttemptId,
     reader: worker.WorkerId,
     reader_cached_blocks: int,
+    prefix: Source | None = None,
 ) -> worker.PrefillCommand:
-    """The prefill leg's command. ``reader_cached_blocks`` is what the decode worker said when it reserved."""
+    """The prefill leg's command. ``reader_cached_blocks`` is what the decode worker said when it reserved; ``prefix`` is
+    pulled before anything is computed."""
     return worker.PrefillCommand(
         id=attempt,
         prompt=prompt_spec(prepared),
@@ -132,4 +138,5 @@ def prefill_command(
         reader_cached_blocks=reader_cached_blocks,
         priority=prepared.priority,
         deadline=prepared.deadline.to_proto(),
+        prefix=prefix.message if prefix is not None else None,
     )

@@ -26,6 +26,10 @@ class FinishedAttempt(Protocol):
     handoff: pb.HandoffStats | None
 
 
+def _fetched(done: worker.PrefillDone) -> pb.HandoffStats | None:
+    return done.fetched.stats if done.HasField("fetched") else None
+
+
 def started_event(prepared: Prepared) -> pb.GenerateResponse:
     """The request was accepted and placed."""
     metrics.ROUTER_PROMPT_TOKENS.inc(prepared.prompt_tokens)
@@ -65,5 +69,6 @@ def finished_event(prepared: Prepared, attempt: FinishedAttempt, clock: HopClock
             prefill_worker=attempt.prefill.name,
             decode_worker=attempt.decode.name,
             attempts=attempt.number,
+            prefix_fetch=_fetched(attempt.prefill_done),
         )
     )

@@ -8,6 +8,7 @@ from twinpool.router.admission import Admission
 from twinpool.router.background import Background
 from twinpool.router.locality import Locality
 from twinpool.router.placement import Fleet
+from twinpool.router.prefix import PrefixSources
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,4 +19,5 @@ class Hops:
     admission: Admission
     fleet: Fleet
     locality: Locality
+    prefixes: PrefixSources
     background: Background

@@ -2,14 +2,14 @@
 """A request from arrival to end, as one readable file.
 
     submit -> placed -> decode reserves -> prefill -> first token -> hand-off -> decode -> finish
-
 Each hop is one event of the core's state machine, one histogram and one entry of the answer's timings (``timing``).
 Workers' messages come as calls to ``Attempt`` and are applied at once; the client's own coroutine (``Lifecycle.run``)
 only takes what is ready and writes it, so a slow client slows nobody else.
 
 The two legs of an attempt share one fate. The first failure is told to the state machine, which decides whether the
 request is placed anew (only while the client has no token); the other leg is cancelled, and the next attempt starts when
-both workers have acknowledged that they hold nothing, or the wait for that ran out.
+both workers have acknowledged that they hold nothing, or the wait for that ran out. A decode worker that computes the
+prompt itself says what both would have said, on the one leg that there is then.
 """
 
 import asyncio
@@ -47,6 +47,8 @@ class Attempt:
         self.number = action.attempt
         self.prefill = WorkerKey(*action.prefill)
         self.decode = WorkerKey(*action.decode)
+        self.local = action.local
+        self.source = request.hops.prefixes.placed(action)
         self.prediction = request.hops.locality.placed(request.prepared, action)
         self.answer: Answer = request.new_answer()
         self.over = False
@@ -65,9 +67,9 @@ class Attempt:
         """Placed: the decode worker is asked to reserve."""
         owner = self._request.hops.fleet.record(self.prefill)
         if owner is None:
-            self.fail(lost(self.prefill, "prefill", "it is gone"))
+            self.fail(lost(self.prefill, self._side(self.prefill), "it is gone"))
             return
-        command = decode_command(self._request.prepared, self._id, worker_id(self.prefill), owner.endpoint)
+        command = decode_command(self._request.prepared, self._id, None if self.local else owner, self.source)
         wait = self._request.hops.limits.reserve_timeout_seconds
         self._timer = asyncio.get_running_loop().call_later(wait, self._reserve_timed_out)
         self._send(self.decode, worker.SessionRequest(decode=command))
@@ -81,9 +83,10 @@ class Attempt:
         request, prepared = self._request, self._request.prepared
         cached = min(message.cached_blocks, len(prepared.hashes))
         request.hop(RESERVE)
-        command = prefill_command(prepared, self._id, worker_id(self.decode), cached)
         request.tell("prefill_started")
-        self._send(self.prefill, worker.SessionRequest(prefill=command))
+        if not self.local:
+            command = prefill_command(prepared, self._id, worker_id(self.decode), cached, self.source)
+            self._send(self.prefill, worker.SessionRequest(prefill=command))
 
     def on_prefill_done(self, leg: Leg, message: worker.PrefillDone) -> None:
         """The first token of each choice is here; it goes to the client at once."""
@@ -97,6 +100,7 @@ class Attempt:
         request.hop(PREFILL)
         request.hops.admission.observe_prefill(self.prefill, prepared.prompt_tokens, message)
         request.hops.locality.prefilled(self.prediction, message.cached_tokens)
+        request.hops.prefixes.fetched(self.source, self.prefill, message)
         for first in message.first_tokens:
             self._push(first, 0)
         for event in self._early:
@@ -119,7 +123,8 @@ class Attempt:
         elif self.handoff is None:
             self.handoff = message.stats
             self._request.hops.admission.observe_transfer(self.decode, message.stats)
-            self._legs[self.prefill].end()
+            if not self.local:
+                self._legs[self.prefill].end()
             if self.answer.exhausted:
                 # The first tokens were the last ones.
                 self._legs[self.decode].end()
@@ -174,7 +179,7 @@ class Attempt:
     def on_lost(self, leg: Leg, cause: str) -> None:
         """A stream broke. After its first token the prefill worker is needed by the decode worker alone, which
         either holds all KV by now or will say that its peer is lost."""
-        if leg.key != self.prefill or self.prefill_done is None:
+        if leg.key == self.decode or self.prefill_done is None:
             self.fail(lost(leg.key, self._side(leg.key), cause))
 
     def on_fault(self, error: Exception) -> None:
@@ -217,7 +222,7 @@ class Attempt:
         await wait_ended(self._legs.values(), timeout)
 
     def _side(self, key: WorkerKey) -> str:
-        return "prefill" if key == self.prefill else "decode"
+        return "decode" if key == self.decode else "prefill"
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -17,6 +17,7 @@ from typing import Final
 import grpc.aio
 
 from twinpool import metrics
+from twinpool._core import RouterCore
 from twinpool.config import TwinpoolConfig
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
@@ -51,6 +52,8 @@ class _Worker:
     # No longer registered; its stream stays until what runs on it has ended.
     retired: bool = False
     broken_at: float | None = None
+    report: pb.LoadReport | None = None
+    reported_at: float = 0.0
 
 
 class Fleet:
@@ -123,6 +126,11 @@ class Fleet:
         known = self._workers.get(WorkerKey(record.worker.name, record.worker.incarnation))
         return known is not None and known.session.up
 
+    @property
+    def core(self) -> RouterCore:
+        """The core that is told of the workers."""
+        return self._admission.core
+
     def session(self, key: WorkerKey) -> WorkerSession | None:
         """The stream to a worker that placement chose; None if it is gone meanwhile."""
         known = self._workers.get(key)
@@ -132,6 +140,13 @@ class Fleet:
         """What the worker registered."""
         known = self._workers.get(key)
         return known.record if known is not None else None
+
+    def reported(self, key: WorkerKey) -> tuple[float, pb.LoadReport] | None:
+        """What the worker said last of its load, and how many seconds ago; None: nothing."""
+        known = self._workers.get(key)
+        if known is None or known.report is None:
+            return None
+        return time.monotonic() - known.reported_at, known.report
 
     def reap(self) -> None:
         """Closes the streams of workers that are gone and have nothing left to do."""
@@ -174,6 +189,9 @@ class Fleet:
 
     def load_reported(self, session: WorkerSession, report: pb.LoadReport) -> None:
         """See ``dispatch.SessionOwner``."""
+        known = self._workers.get(session.key)
+        if known is not None:
+            known.report, known.reported_at = report, time.monotonic()
         self._admission.report_load(session.key, report)
 
     # --- inside ---------------------------------------------------------------------------

@@ -239,7 +239,8 @@ class AdmissionConfig:
     ``early_rejection`` (1: refuse what can't meet its deadline by a measured prediction), ``preemption`` (0; 1: a higher
     priority takes the place of a lower one before its first token, after ``preemption_grace_seconds`` 0.5),
     ``expected_output_ratio`` (0.5 of max_new_tokens, until outputs were seen), ``harm_weight`` (0.1 s of delay for a second of
-    slowed streams), ``prefix_fetch`` and ``local_prefill`` (0), ``index_max_bytes`` (256 MiB; 0: no limit),
+    slowed streams), ``prefix_fetch`` and ``local_prefill`` (0), ``prior_prefill_seconds``, ``prior_prefill_token_seconds``,
+    ``prior_transfer_seconds``, ``prior_transfer_block_seconds`` (cost models until measured), ``index_max_bytes`` (256 MiB; 0: no limit),
     ``retry_after_min_seconds`` (0.05), ``retry_after_max_seconds`` (60).
     """
 
@@ -269,6 +270,10 @@ class AdmissionConfig:
     harm_weight: float
     prefix_fetch: int
     local_prefill: int
+    prior_prefill_seconds: float
+    prior_prefill_token_seconds: float
+    prior_transfer_seconds: float
+    prior_transfer_block_seconds: float
     index_max_bytes: int
     retry_after_min_seconds: float
     retry_after_max_seconds: float
@@ -468,13 +473,16 @@ class Action:
     def decode(self) -> tuple[str, int]: ...
     @property
     def fetch_from(self) -> tuple[str, int] | None:
-        """With ``prefix_fetch``: the worker from which the prefill worker should pull the cached prefix first."""
+        """With ``prefix_fetch``: the worker from which the one that computes the prompt should pull its beginning first."""
+    @property
+    def fetch_blocks(self) -> int:
+        """Leading blocks of the prompt that ``fetch_from`` should hold; 0 without."""
     @property
     def local(self) -> bool:
         """With ``local_prefill``: the decode worker computes the prompt itself; ``prefill`` is the same worker."""
     @property
     def predicted_cached_blocks(self) -> int:
-        """Leading blocks of the prompt that the prefill worker should find in its cache."""
+        """Leading blocks of the prompt that the prefill worker should find in its cache, a fetch included."""
     @property
     def predicted_decode_cached_blocks(self) -> int: ...
     @property

@@ -111,6 +111,14 @@ ROUTER_DECODE_TIME = Histogram(
 ROUTER_TOKENIZE_TIME = Histogram(
     "twinpool_router_tokenize_time_seconds", "Tokenising and hashing one prompt.", buckets=SHORT_BUCKETS
 )
+ROUTER_TOKENIZED_CHARS = Gauge(
+    "twinpool_router_tokenized_chars",
+    "Characters of prompts since the start, by source: cache (their tokens were kept) or new.",
+    ["source"],
+)
+ROUTER_TOKEN_CACHE_BYTES = Gauge(
+    "twinpool_router_token_cache_bytes", "Memory of tokenised beginnings of conversations."
+)
 ROUTER_PLAN_TIME = Histogram(
     "twinpool_router_plan_time_seconds", "One call of the core's plan.", buckets=SHORT_BUCKETS
 )
@@ -144,6 +152,17 @@ ROUTER_LOCALITY_DEGRADED = Gauge(
 )
 ROUTER_KV_HIT_RATE = Histogram(
     "twinpool_router_kv_hit_rate", "Cached share of a prompt, 0 to 1.", buckets=RATIO_BUCKETS
+)
+ROUTER_PREFIX_FETCHES = Counter(
+    "twinpool_router_prefix_fetches",
+    "Cached prefixes that a placement let a worker pull: FETCHED, or why they were computed instead.",
+    ["reason"],
+)
+ROUTER_PREFIX_FETCHED_BYTES = Counter(
+    "twinpool_router_prefix_fetched_bytes", "Bytes of cached prefixes that workers pulled."
+)
+ROUTER_LOCAL_PREFILLS = Counter(
+    "twinpool_router_local_prefills", "Placements whose prompt the decode worker computes itself."
 )
 ROUTER_INDEX_BLOCKS = Gauge("twinpool_router_index_blocks", "Block hashes in the prefix index.")
 ROUTER_LOCALITY_WORKERS = Gauge(

@@ -15,7 +15,7 @@ from twinpool.control.replay.infinite import InfiniteCache
 from twinpool.control.replay.trace import Release, Request, Trace
 from twinpool.control.simulate.clock import Clock
 from twinpool.control.simulate.decode import DecodeWorker
-from twinpool.control.simulate.job import Attempt, Job, Status
+from twinpool.control.simulate.job import Attempt, Blocks, Job, Status
 from twinpool.control.simulate.links import Links
 from twinpool.control.simulate.prefill import PrefillWorker
 from twinpool.control.simulate.router import Ended, Placement, Router
@@ -209,8 +209,26 @@ class Cluster:
             self.clock.at(now + _PLACING_HOPS * self._hop, self._prefill_command, attempt)
 
     def _compute_there(self, attempt: Attempt) -> None:
-        if not attempt.dead:
+        if attempt.dead:
+            return
+        holder, job, own = attempt.fetch_from, attempt.job, attempt.reserved_cached
+        there = holder.cache.lookup(job.hashes[: job.usable]) if holder is not None and holder.alive else 0
+        if holder is None or there <= own:
             self._decode_of(attempt).compute(attempt)
+            return
+        held = holder.cache.hold(job.hashes[:there])
+        arrives = self.links.move(self.clock.now, holder.name, attempt.decode.name, there - own)
+        self.clock.at(arrives, self._fetched_there, attempt, holder, held, there)
+
+    def _fetched_there(self, attempt: Attempt, holder: Worker, held: Blocks, there: int) -> None:
+        if holder.alive:
+            holder.cache.release(held)
+        if attempt.dead:
+            return
+        if holder.alive:
+            attempt.job.fetched = there - attempt.reserved_cached
+            self._decode_of(attempt).fetched(attempt, there)
+        self._decode_of(attempt).compute(attempt)
 
     def _prefill_command(self, attempt: Attempt) -> None:
         if attempt.dead:
@@ -230,7 +248,7 @@ class Cluster:
         attempt.ready_at = self.links.move(now, holder.name, attempt.prefill.name, there - own)
         self.clock.at(attempt.ready_at, self._fetched, attempt, holder, held, own, there)
 
-    def _fetched(self, attempt: Attempt, holder: Worker, held: np.ndarray, own: int, there: int) -> None:
+    def _fetched(self, attempt: Attempt, holder: Worker, held: Blocks, own: int, there: int) -> None:
         if holder.alive:
             holder.cache.release(held)
         if attempt.dead:

@@ -71,10 +71,15 @@ class DecodeWorker(Worker):
             return
         self._join(attempt)
 
+    def fetched(self, attempt: Attempt, blocks: int) -> None:
+        """The first blocks of a prompt that is computed here were pulled."""
+        self.cache.publish(attempt.decode_blocks, attempt.job.hashes, attempt.reserved_cached, blocks)
+        attempt.published = blocks
+
     def compute(self, attempt: Attempt) -> None:
         """The prompt is computed here."""
-        attempt.computed = min(attempt.reserved_cached, attempt.job.usable) * self.block_tokens
-        attempt.published = attempt.reserved_cached
+        attempt.published = max(attempt.published, attempt.reserved_cached)
+        attempt.computed = min(attempt.published, attempt.job.usable) * self.block_tokens
         self._local.append(attempt)
         self._interrupt()
 

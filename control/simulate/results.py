@@ -70,7 +70,7 @@ def _locality(jobs: list[Job]) -> Figures:
 
 
 def _hits(job: Job) -> int:
-    return min(job.decode_cached, job.usable) if job.local else job.cached
+    return min(job.decode_cached, job.usable) + job.fetched if job.local else job.cached
 
 
 def _balance(cluster: Cluster) -> Figures:

@@ -39,8 +39,13 @@ struct AdmissionConfig {
   double preemption_grace_seconds = 0.5;  // how long the higher one waits first
   double expected_output_ratio = 0.5;     // of max_new_tokens, until outputs were seen
   double harm_weight = 0.1;               // seconds of delay that a second of slowed streams is worth
-  std::int64_t prefix_fetch = 0;          // 1: a prefill worker may pull a cached prefix from any worker
-  std::int64_t local_prefill = 0;         // 1: a decode worker may compute a short suffix itself
+  std::int64_t prefix_fetch = 0;          // 1: a worker may pull a cached prefix from any other
+  std::int64_t local_prefill = 0;         // 1: a decode worker may compute a prompt itself
+  // What a worker is believed to take until it or one like it was measured.
+  double prior_prefill_seconds = 2e-3;
+  double prior_prefill_token_seconds = 1e-4;
+  double prior_transfer_seconds = 1e-3;
+  double prior_transfer_block_seconds = 1.3e-4;
   std::int64_t index_max_bytes = std::int64_t{256} * 1024 * 1024;  // memory of the prefix index; 0: no limit
   double retry_after_min_seconds = 0.05;
   double retry_after_max_seconds = 60.0;

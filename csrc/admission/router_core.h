@@ -62,6 +62,7 @@ struct Action {
   WorkerName prefill;
   WorkerName decode;
   WorkerName fetch_from;  // empty name: nothing is fetched
+  std::int64_t fetch_blocks = 0;
   bool local = false;
   std::int64_t prefill_cached_blocks = 0;
   std::int64_t decode_cached_blocks = 0;

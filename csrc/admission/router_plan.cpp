@@ -117,6 +117,7 @@ void RouterCore::decide(double now, const Request& request, placement::Decision&
   query.prompt_tokens = request.prompt_tokens;
   query.output_tokens = pools_[request.pool]->output_ratio.expect(request.max_new_tokens);
   query.choices = request.choices;
+  query.arrivals = pools_[request.pool]->ended_requests.per_second(now);
   query.avoid = request.avoid;
   query.any_load = any_load;
   placer_.choose(query, decision);
@@ -133,9 +134,11 @@ void RouterCore::place(double now, Pool& from, Request& request, std::vector<Act
   request.output_tokens = 0;
 
   Place event;
+  // The blocks of a prompt that the decode worker computes are those that it
+  // reserves.
+  event.work = placement::PrefillWork(workers_, best.prefill, best.uncached_tokens,
+                                      best.local ? 0 : blocks - best.prefill_cached_blocks);
   if (!best.local) {
-    event.work =
-        placement::PrefillWork(workers_, best.prefill, best.uncached_tokens, blocks - best.prefill_cached_blocks);
     event.transfer = placement::TransferSlot(workers_, best.decode, blocks - best.decode_cached_blocks);
   }
   event.blocks =
@@ -152,16 +155,18 @@ void RouterCore::place(double now, Pool& from, Request& request, std::vector<Act
   action.decode = {decode.spec.name, decode.spec.incarnation};
   if (const placement::Worker* holder = workers_.get(best.fetch_from)) {
     action.fetch_from = {holder->spec.name, holder->spec.incarnation};
+    action.fetch_blocks = best.fetch_blocks;
   }
   action.local = best.local;
-  action.prefill_cached_blocks = best.prefill_cached_blocks;
+  action.prefill_cached_blocks = std::max(best.prefill_cached_blocks, action.fetch_blocks);
   action.decode_cached_blocks = best.decode_cached_blocks;
   action.ttft_seconds = best.terms.first_token();
   action.state = name_of(request.state);
 }
 
-// Makes room for a request of higher priority that has waited for the grace: the victim is of the lowest priority,
-// and of those the one placed last, which has least to lose. It has no token yet and is next of its tenant again.
+// Makes room for a request of higher priority that has waited for the grace:
+// the victim is of the lowest priority, and of those the one placed last, which
+// has least to lose. It has no token yet and is next of its tenant again.
 bool RouterCore::preempt_for(double now, Pool& from, const Request& request, std::vector<Action>& actions) {
   using placement::Obstacle;
   const Obstacle obstacle = request.decision.obstacle;

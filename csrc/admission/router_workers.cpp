@@ -18,12 +18,17 @@ placement::PlacementLimits placement_limits(const AdmissionConfig& config) {
   return limits;
 }
 
+placement::ModelPriors model_priors(const AdmissionConfig& config) {
+  return {config.prior_prefill_seconds, config.prior_prefill_token_seconds, config.prior_transfer_seconds,
+          config.prior_transfer_block_seconds};
+}
+
 }  // namespace
 
 RouterCore::RouterCore(const AdmissionConfig& config)
     : config_(config),
       index_(static_cast<std::size_t>(config.index_max_bytes)),
-      workers_(index_),
+      workers_(index_, model_priors(config)),
       placer_(workers_, placement_limits(config)),
       tenants_(config_) {}
 
@@ -63,6 +68,7 @@ void RouterCore::observe_prefill(const std::string& name, std::uint64_t incarnat
   const double computed = static_cast<double>(tokens);
   worker->prefill.add(computed, computed * (static_cast<double>(cached_tokens) + computed / 2.0), seconds);
   worker->observed = true;
+  workers_.share(*worker, &placement::Worker::prefill);
 }
 
 void RouterCore::observe_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks,
@@ -70,6 +76,7 @@ void RouterCore::observe_transfer(const std::string& name, std::uint64_t incarna
   placement::Worker* worker = workers_.find(name, incarnation);
   if (worker != nullptr && blocks > 0) {
     worker->transfer.add(static_cast<double>(blocks), 0.0, seconds);
+    workers_.share(*worker, &placement::Worker::transfer);
   }
 }
 

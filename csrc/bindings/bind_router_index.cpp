@@ -20,6 +20,20 @@ prefix::Tier tier_of(const std::string& tier) {
   throw CoreError("tier=" + tier + "; allowed: device, host");
 }
 
+/// The worker's name as Python has it; made once, since making it is most of what an answer costs.
+const py::object& name_object(PyRouterCore& self, const placement::Worker& worker) {
+  const std::size_t slot = self.core.workers().ref(worker).slot;
+  if (self.names.size() <= slot) {
+    self.names.resize(slot + 1);
+  }
+  auto& [epoch, name] = self.names[slot];
+  if (epoch != worker.epoch) {
+    name = py::str(worker.spec.name);
+    epoch = worker.epoch;
+  }
+  return name;
+}
+
 }  // namespace
 
 void bind_router_index(py::class_<Self>& core) {
@@ -78,7 +92,12 @@ void bind_router_index(py::class_<Self>& core) {
                       });
         py::list out(self.prefixes.size());
         for (std::size_t i = 0; i < self.prefixes.size(); ++i) {
-          out[i] = py::make_tuple(self.prefixes[i].first->spec.name, self.prefixes[i].second);
+          const auto& [worker, blocks] = self.prefixes[i];
+          PyObject* row = PyTuple_Pack(2, name_object(self, *worker).ptr(), py::int_(blocks).ptr());
+          if (row == nullptr) {
+            throw py::error_already_set();
+          }
+          PyList_SET_ITEM(out.ptr(), static_cast<py::ssize_t>(i), row);
         }
         return out;
       },

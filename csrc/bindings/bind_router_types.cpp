@@ -71,6 +71,7 @@ void bind_results(py::module_& module) {
                                  return std::nullopt;
                                return a.fetch_from;
                              })
+      .def_readonly("fetch_blocks", &Action::fetch_blocks)
       .def_readonly("local", &Action::local)
       .def_readonly("predicted_cached_blocks", &Action::prefill_cached_blocks)
       .def_readonly("predicted_decode_cached_blocks", &Action::decode_cached_blocks)

@@ -29,6 +29,7 @@ py::dict candidate_dict(const admission::RouterCore& core, const placement::Cand
   out["prefill"] = worker_name(core, candidate.prefill);
   out["decode"] = worker_name(core, candidate.decode);
   out["fetch_from"] = worker_name(core, candidate.fetch_from);
+  out["fetch_blocks"] = candidate.fetch_blocks;
   out["local"] = candidate.local;
   out["prefill_cached_blocks"] = candidate.prefill_cached_blocks;
   out["decode_cached_blocks"] = candidate.decode_cached_blocks;

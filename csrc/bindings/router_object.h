@@ -17,6 +17,7 @@ struct PyRouterCore {
   admission::RouterCore core;
   admission::Recorder recorder;
   std::vector<std::pair<const placement::Worker*, std::uint32_t>> prefixes;
+  std::vector<std::pair<std::uint64_t, py::object>> names;  // by worker slot, with its epoch
 };
 /// Makes a call under the lock, and records it where asked for.
 template <typename Call>

@@ -168,7 +168,9 @@ class Reader {
     if constexpr (archives::is_plain<T>) {
       const auto bytes = take(length(sizeof(T)) * sizeof(T));
       value.resize(bytes.size() / sizeof(T));
-      std::memcpy(value.data(), bytes.data(), bytes.size());
+      if (!bytes.empty()) {
+        std::memcpy(value.data(), bytes.data(), bytes.size());
+      }
     } else {
       value.clear();
       for (std::uint64_t count = length(1); count > 0; --count) {

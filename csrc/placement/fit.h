@@ -46,12 +46,12 @@ class Fit {
   }
   /// True once predictions rest on measurements rather than on the prior.
   [[nodiscard]] bool measured() const noexcept { return samples_ >= k_measured_samples; }
+  static constexpr std::uint64_t k_measured_samples = 8;
 
  private:
   static constexpr double k_prior_weight = 2.0;
   static constexpr double k_fade = 0.98;
   static constexpr double k_outlier = 4.0;
-  static constexpr std::uint64_t k_measured_samples = 8;
 
   void solve();
 

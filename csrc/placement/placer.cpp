@@ -45,8 +45,7 @@ void Placer::choose(const Query& query, Decision& decision) {
     return;
   }
   const Obstacle prefill = prefill_sides(query, decision);
-  const bool local =
-      std::any_of(decode_.begin(), decode_.end(), [](const DecodeSide& d) { return d.local_compute >= 0; });
+  const bool local = std::any_of(decode_.begin(), decode_.end(), [](const DecodeSide& d) { return d.local; });
   if (prefill != Obstacle::none && !local) {
     decision.obstacle = prefill;
     return;
@@ -88,27 +87,36 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
     }
     const auto cached = static_cast<std::int64_t>(query.cached_blocks[worker.index_slot]);
     const std::int64_t block_tokens = worker.spec.block_tokens;
-    // The last prompt token is always computed: its logits give the first token.
+    // The last prompt token is always computed: its logits give the first
+    // token.
     const std::int64_t uncached = query.prompt_tokens - std::min(cached * block_tokens, query.prompt_tokens - 1);
     const double queued = worker.queued_prefill_tokens();
+    bool full = false;
     if (!query.any_load && queued > 0) {
-      // An idle worker takes any prompt: one that is larger than the window must not wait for ever.
+      // An idle worker takes any prompt: one that is larger than the window
+      // must not wait for ever.
       if (limits_.prefill_window_tokens > 0 &&
           queued + static_cast<double>(uncached) > static_cast<double>(limits_.prefill_window_tokens)) {
         obstacle = std::max(obstacle, Obstacle::prefill_window);
-        continue;
-      }
-      if (static_cast<double>(blocks_of(query.prompt_tokens, block_tokens) - cached) > worker.available_blocks()) {
+        full = true;
+      } else if (static_cast<double>(blocks_of(query.prompt_tokens, block_tokens) - cached) >
+                 worker.available_blocks()) {
         obstacle = std::max(obstacle, Obstacle::prefill_blocks);
-        continue;
+        full = true;
       }
     }
-    add_prefill(query, worker, slot, cached);
+    // With local prefill a full worker is what a decode worker's own compute
+    // has to beat.
+    if (!full || limits_.local_prefill) {
+      add_prefill(query, worker, slot, cached);
+      prefill_.back().full = full;
+    }
   }
   if (prefill_.empty()) {
     return obstacle;
   }
-  // A worker without a report is unknown, not idle: it is taken to be as busy as its peers are on average.
+  // A worker without a report is unknown, not idle: it is taken to be as busy
+  // as its peers are on average.
   double known_wait = 0.0;
   std::size_t known = 0;
   for (const PrefillSide& side : prefill_) {
@@ -122,56 +130,76 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
     if (side.unknown && known > 0) {
       side.wait = std::max(side.wait, known_wait / static_cast<double>(known));
     }
-    side.done = side.wait + side.fetch + side.compute;
+    side.done = side.wait + side.source.fetch + side.source.compute;
   }
-  return Obstacle::none;
+  const bool room = std::any_of(prefill_.begin(), prefill_.end(), [](const PrefillSide& p) { return !p.full; });
+  return room ? Obstacle::none : obstacle;
 }
 
 void Placer::add_prefill(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached) {
   PrefillSide side{};
   side.slot = slot;
   side.fingerprint = worker.fingerprint_id;
-  side.cached = std::min(cached, (query.prompt_tokens - 1) / worker.spec.block_tokens);
-  const std::int64_t cached_tokens = side.cached * worker.spec.block_tokens;
-  side.uncached = query.prompt_tokens - cached_tokens;
+  side.source = source_of(query, worker, cached);
   side.wait = worker.queued_prefill_tokens() * worker.prefill.coefficients()[1];
-  side.compute = prefill_seconds(worker, side.uncached, cached_tokens);
   side.served = worker.served;
   side.turn = (slot + rotation_) % (workers_.slots() + 1);
   side.unknown = !worker.report;
-  if (limits_.prefix_fetch) {
-    fetch_option(query, worker, side);
-  }
   prefill_.push_back(side);
 }
 
-// Pulling the missing part of the prefix from its best holder, where that beats computing it.
-void Placer::fetch_option(const Query& query, const Worker& worker, PrefillSide& side) const {
-  std::int64_t most = side.cached;
-  std::uint32_t holder = 0;
+Placer::Source Placer::source_of(const Query& query, const Worker& worker, std::int64_t cached) const {
+  Source source;
+  // The last prompt token is always computed: its logits give the first token.
+  source.cached = std::min(cached, (query.prompt_tokens - 1) / worker.spec.block_tokens);
+  const std::int64_t cached_tokens = source.cached * worker.spec.block_tokens;
+  source.uncached = query.prompt_tokens - cached_tokens;
+  source.compute = prefill_seconds(worker, source.uncached, cached_tokens);
+  if (limits_.prefix_fetch) {
+    fetch_option(query, worker, source);
+  }
+  return source;
+}
+
+// Pulling the missing part of the prefix from its best holder, where that beats
+// computing it.
+void Placer::fetch_option(const Query& query, const Worker& worker, Source& source) const {
+  const std::int64_t usable = (query.prompt_tokens - 1) / worker.spec.block_tokens;
+  std::int64_t most = source.cached;
+  std::uint64_t best_turn = 0;
+  const Worker* holder = nullptr;
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& other = workers_.at(slot);
-    const auto cached = static_cast<std::int64_t>(query.cached_blocks[other.index_slot]);
-    if (other.fingerprint_id != worker.fingerprint_id || query.now < other.quarantined_until || cached <= most) {
+    const auto held = std::min(static_cast<std::int64_t>(query.cached_blocks[other.index_slot]), usable);
+    const std::uint64_t turn = (slot + rotation_) % (workers_.slots() + 1);
+    // Holders of as much take turns: a prefix that all prompts share must not
+    // make one worker serve it to all.
+    const bool better = held > most || (holder != nullptr && held == most && turn < best_turn);
+    if (&other == &worker || other.fingerprint_id != worker.fingerprint_id || query.now < other.quarantined_until ||
+        !better) {
       continue;
     }
-    most = cached;
-    holder = slot;
+    most = held;
+    best_turn = turn;
+    holder = &other;
   }
-  most = std::min(most, (query.prompt_tokens - 1) / worker.spec.block_tokens);
-  if (most <= side.cached) {
+  if (holder == nullptr) {
     return;
   }
+  // A holder answers between two of its steps.
+  const bool steps = holder->report && holder->report->running > 0;
+  const double answer = steps ? holder->report->step_seconds / 2.0 : 0.0;
   const std::int64_t cached_tokens = most * worker.spec.block_tokens;
-  const double fetch = worker.transfer.predict(static_cast<double>(most - side.cached), 0.0);
+  const double fetch = worker.transfer.predict(static_cast<double>(most - source.cached), 0.0) + answer;
   const double compute = prefill_seconds(worker, query.prompt_tokens - cached_tokens, cached_tokens);
-  if (fetch + compute >= side.compute) {
+  if (fetch + compute >= source.compute) {
     return;
   }
-  side.fetch = fetch;
-  side.compute = compute;
-  side.uncached = query.prompt_tokens - cached_tokens;
-  side.fetch_from = workers_.ref(workers_.at(holder));
+  source.fetch = fetch;
+  source.compute = compute;
+  source.uncached = query.prompt_tokens - cached_tokens;
+  source.fetch_from = workers_.ref(*holder);
+  source.fetch_blocks = most;
 }
 
 }  // namespace twinpool::placement

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the pair of workers for a request: least predicted time to first token plus harm to running streams.
+// Chooses the pair of workers for a request: least predicted time to first
+// token plus harm to running streams.
 #pragma once
 
 #include <array>
@@ -16,8 +17,10 @@ struct PlacementLimits {
   std::int64_t transfer_window_requests = 0;  // 0: no limit
   double harm_weight = 0.1;                   // seconds of delay that a second of slowed streams is worth
   double harm_horizon_tokens = 64.0;          // output tokens that the harm is counted over at most
-  bool prefix_fetch = false;                  // a prefill worker may pull a cached prefix from any worker
-  bool local_prefill = false;                 // a decode worker may compute a short suffix itself
+  bool prefix_fetch = false;                  // a worker may pull a cached prefix from any other
+  bool local_prefill = false;                 // a decode worker may compute a prompt itself
+  double quiet_arrivals = 1.0;                // requests a second and decode worker to expect
+                                              // where fewer were seen
 };
 
 struct Query {
@@ -27,6 +30,7 @@ struct Query {
   std::int64_t prompt_tokens = 0;
   std::int64_t output_tokens = 0;  // expected, of one choice
   std::int64_t choices = 1;
+  double arrivals = 0.0;  // requests of the pool a second, of late
   std::span<const WorkerRef> avoid;
   bool any_load = false;  // predict on ready workers as if all had room
 };
@@ -51,18 +55,19 @@ struct CostTerms {
 struct Candidate {
   WorkerRef prefill;  // the decode worker itself if ``local``
   WorkerRef decode;
-  WorkerRef fetch_from;  // invalid: nothing is fetched
+  WorkerRef fetch_from;           // invalid: nothing is fetched
+  std::int64_t fetch_blocks = 0;  // leading blocks of the prompt that it holds
   bool local = false;
   CostTerms terms;
-  std::int64_t prefill_cached_blocks = 0;
+  std::int64_t prefill_cached_blocks = 0;  // without what is fetched
   std::int64_t decode_cached_blocks = 0;
   std::int64_t uncached_tokens = 0;  // to compute
   std::int64_t prompt_blocks = 0;    // to allocate on the decode worker
   std::int64_t growth_blocks = 0;    // expected of the output
   template <typename A>
   void archive(A& a) {
-    a(prefill, decode, fetch_from, local, terms, prefill_cached_blocks, decode_cached_blocks, uncached_tokens,
-      prompt_blocks, growth_blocks);
+    a(prefill, decode, fetch_from, fetch_blocks, local, terms, prefill_cached_blocks, decode_cached_blocks,
+      uncached_tokens, prompt_blocks, growth_blocks);
   }
 };
 
@@ -110,20 +115,31 @@ class Placer {
   }
 
  private:
+  /// How a worker comes by the KV of a prompt: what it has, what it pulls from
+  /// whom, what it computes.
+  struct Source {
+    std::int64_t cached = 0;  // its own leading blocks that it can use
+    std::int64_t uncached = 0;
+    double fetch = 0.0;
+    double compute = 0.0;
+    WorkerRef fetch_from;
+    std::int64_t fetch_blocks = 0;
+  };
   struct PrefillSide {
     std::uint32_t slot, fingerprint;
-    std::int64_t cached, uncached;
-    double wait, fetch, compute, done;  // done: seconds from placement to the first token
+    Source source;
+    double wait, done;  // done: seconds from placement to the first token
     std::uint64_t served, turn;
-    WorkerRef fetch_from;
     bool unknown;
+    bool full;  // takes nothing now; only what it would cost is looked at
   };
   struct DecodeSide {
     std::uint32_t slot, fingerprint;
     std::int64_t cached, prompt_blocks, growth_blocks;
     double transfer, last_chunk, wait, harm;
-    double local_compute, local_harm;  // negative compute: not offered
-    std::int64_t local_uncached;
+    bool local;  // it may compute the prompt itself:
+    Source local_source;
+    double local_wait, local_harm;
     std::uint64_t served, turn;
     bool unknown;
   };
@@ -132,9 +148,12 @@ class Placer {
   Obstacle decode_sides(const Query& query, Decision& decision);
   void add_prefill(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached);
   void add_decode(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached);
-  void fetch_option(const Query& query, const Worker& worker, PrefillSide& side) const;
+  void add_local(const Query& query, const Worker& worker, std::int64_t cached, double busy, DecodeSide& side) const;
+  [[nodiscard]] Source source_of(const Query& query, const Worker& worker, std::int64_t cached) const;
+  void fetch_option(const Query& query, const Worker& worker, Source& source) const;
   void pairs(Decision& decision);
-  void offer(Decision& decision, const PrefillSide* prefill, const DecodeSide& decode);  // no prefill: local
+  void offer(Decision& decision, const PrefillSide* prefill,
+             const DecodeSide& decode);  // no prefill: local
   void keep_other(Decision& decision, const PrefillSide* prefill, const DecodeSide& decode, double transfer,
                   double total);
   Candidate candidate(const PrefillSide* prefill, const DecodeSide& decode, double transfer) const;
@@ -144,8 +163,10 @@ class Placer {
   std::uint64_t rotation_ = 0;
   std::vector<PrefillSide> prefill_;
   std::vector<DecodeSide> decode_;
+  std::size_t decode_workers_ = 0;  // that are ready, with room or without
   std::array<std::uint64_t, 3> best_tie_{};
   double best_total_ = 0.0;
+  double blocked_total_ = 0.0;  // least cost of a pair whose prefill worker is full
 };
 
 }  // namespace twinpool::placement

@@ -2,27 +2,35 @@
 // The decode side of placement, and the loop over all pairs.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "placement/placer.h"
 #include "placement/placer_detail.h"
 
 namespace twinpool::placement {
 
+namespace {
+constexpr double k_nothing_blocked = std::numeric_limits<double>::infinity();
+}
+
 Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
   decode_.clear();
+  decode_workers_ = 0;
   Obstacle obstacle = Obstacle::no_decode_worker;
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& worker = workers_.at(slot);
     if (worker.spec.role != Role::decode || worker.spec.state != WorkerState::ready) {
       continue;
     }
+    ++decode_workers_;
     if (!worker.usable(query.now)) {
       note_retry(decision, worker.quarantined_until);
       continue;
     }
     const auto cached = static_cast<std::int64_t>(query.cached_blocks[worker.index_slot]);
     const std::int64_t block_tokens = worker.spec.block_tokens;
-    // Full blocks are shared by the choices, the partial last one is copied for each.
+    // Full blocks are shared by the choices, the partial last one is copied for
+    // each.
     const std::int64_t prompt_blocks =
         std::max<std::int64_t>(1, blocks_of(query.prompt_tokens, block_tokens) - cached) + query.choices - 1;
     if (worker.refuses(query.now, prompt_blocks) || contains(query.avoid, slot, worker.epoch)) {
@@ -42,7 +50,8 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
         obstacle = std::max(obstacle, Obstacle::decode_sequences);
         continue;
       }
-      // The expected output is a wish where nothing runs: an idle worker takes what its prompt fits in.
+      // The expected output is a wish where nothing runs: an idle worker takes
+      // what its prompt fits in.
       const std::int64_t growth = query.choices * blocks_of(query.output_tokens, block_tokens);
       const double wanted = static_cast<double>(prompt_blocks + (busy > 0 ? growth : query.choices));
       if (wanted > worker.available_blocks()) {
@@ -102,12 +111,8 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
   side.harm = limits_.harm_weight * horizon * slowed;
   side.wait = worker.report ? static_cast<double>(worker.report->waiting) * now_step : 0.0;
 
-  side.local_compute = -1.0;
   if (limits_.local_prefill) {
-    const std::int64_t usable = std::min(cached, (query.prompt_tokens - 1) / block_tokens);
-    side.local_uncached = query.prompt_tokens - usable * block_tokens;
-    side.local_compute = prefill_seconds(worker, side.local_uncached, usable * block_tokens);
-    side.local_harm = limits_.harm_weight * busy * side.local_compute;  // every running stream waits for it
+    add_local(query, worker, cached, busy, side);
   }
   side.served = worker.served;
   side.turn = (slot + rotation_) % (workers_.slots() + 1);
@@ -115,27 +120,58 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
   decode_.push_back(side);
 }
 
+// A decode worker that computes a prompt slows its streams: those that it has,
+// for all of that time, and those that come meanwhile, for what is left of it.
+// So a short suffix is cheap and a long prompt is dear even where nothing runs.
+void Placer::add_local(const Query& query, const Worker& worker, std::int64_t cached, double busy,
+                       DecodeSide& side) const {
+  side.local_source = source_of(query, worker, cached);
+  const double queued = worker.queued_prefill_tokens();
+  const double compute = side.local_source.compute;
+  const double arrivals =
+      std::max(query.arrivals / static_cast<double>(std::max<std::size_t>(decode_workers_, 1)), limits_.quiet_arrivals);
+  side.local_wait = queued * worker.prefill.coefficients()[1];
+  side.local_harm = limits_.harm_weight * compute * (busy + arrivals * compute / 2.0);
+  const double window = queued + static_cast<double>(side.local_source.uncached);
+  side.local = query.any_load || queued <= 0 || limits_.prefill_window_tokens <= 0 ||
+               window <= static_cast<double>(limits_.prefill_window_tokens);
+}
+
 void Placer::pairs(Decision& decision) {
+  blocked_total_ = k_nothing_blocked;
+  bool handed_off = false;
   for (const DecodeSide& decode : decode_) {
     for (const PrefillSide& prefill : prefill_) {
       if (prefill.fingerprint == decode.fingerprint) {
         offer(decision, &prefill, decode);
+        handed_off = handed_off || !prefill.full;
       }
     }
-    if (decode.local_compute >= 0) {
+    if (decode.local) {
       offer(decision, nullptr, decode);
     }
+  }
+  if (!handed_off && blocked_total_ < best_total_) {
+    decision.pairs = 0;  // better to wait for a prefill worker
   }
 }
 
 void Placer::offer(Decision& decision, const PrefillSide* prefill, const DecodeSide& decode) {
-  ++decision.pairs;
-  // Chunks are pulled while the next ones are computed: what counts is what sticks out at the end.
-  const double transfer = prefill == nullptr || decode.transfer <= 0
-                              ? 0.0
-                              : std::max(decode.transfer - prefill->fetch - prefill->compute, decode.last_chunk);
-  const double side = prefill == nullptr ? decode.local_compute + decode.local_harm : prefill->done;
+  // Chunks are pulled while the next ones are computed: what counts is what
+  // sticks out at the end.
+  const double transfer =
+      prefill == nullptr || decode.transfer <= 0
+          ? 0.0
+          : std::max(decode.transfer - prefill->source.fetch - prefill->source.compute, decode.last_chunk);
+  const double side = prefill == nullptr ? decode.local_wait + decode.local_source.fetch + decode.local_source.compute +
+                                               decode.local_harm
+                                         : prefill->done;
   const double total = side + transfer + decode.wait + decode.harm;
+  if (prefill != nullptr && prefill->full) {
+    blocked_total_ = std::min(blocked_total_, total);
+    return;
+  }
+  ++decision.pairs;
   const std::array<std::uint64_t, 3> tie{prefill == nullptr ? 0 : prefill->served, decode.served,
                                          decode.turn + (prefill == nullptr ? 0 : prefill->turn)};
   if (decision.pairs > 1) {
@@ -187,19 +223,19 @@ Candidate Placer::candidate(const PrefillSide* prefill, const DecodeSide& decode
   if (prefill == nullptr) {
     made.local = true;
     made.prefill = made.decode;
-    made.prefill_cached_blocks = decode.cached;
-    made.uncached_tokens = decode.local_uncached;
-    made.terms.compute = decode.local_compute;
+    made.terms.prefill_wait = decode.local_wait;
     made.terms.harm += decode.local_harm;
-    return made;
+  } else {
+    made.prefill = workers_.ref(workers_.at(prefill->slot));
+    made.terms.prefill_wait = prefill->wait;
   }
-  made.prefill = workers_.ref(workers_.at(prefill->slot));
-  made.fetch_from = prefill->fetch_from;
-  made.prefill_cached_blocks = prefill->cached;
-  made.uncached_tokens = prefill->uncached;
-  made.terms.prefill_wait = prefill->wait;
-  made.terms.fetch = prefill->fetch;
-  made.terms.compute = prefill->compute;
+  const Source& source = prefill == nullptr ? decode.local_source : prefill->source;
+  made.fetch_from = source.fetch_from;
+  made.fetch_blocks = source.fetch_blocks;
+  made.prefill_cached_blocks = source.cached;
+  made.uncached_tokens = source.uncached;
+  made.terms.fetch = source.fetch;
+  made.terms.compute = source.compute;
   return made;
 }
 

@@ -9,17 +9,20 @@ namespace twinpool::placement {
 
 namespace {
 
-// Priors: a mid-size accelerator. What matters before the first measurement is their ratio: moving a block of latent
-// KV costs a fiftieth of computing it. Prefill and transfer grow with their size, a step is mostly its base.
-constexpr FitPrior k_prefill_prior{{2e-3, 1e-4, 1e-9}, 1000.0, 1e6, {100.0, 1.0, 10.0}};
-constexpr FitPrior k_transfer_prior{{1e-3, 1.3e-4, 0.0}, 16.0, 1.0, {10.0, 1.0, 1.0}};
+// Prefill and transfer grow with their size, a step is mostly its base.
+FitPrior prefill_prior(const ModelPriors& priors) {
+  return {{priors.prefill_seconds, priors.prefill_token_seconds, 1e-9}, 1000.0, 1e6, {100.0, 1.0, 10.0}};
+}
+FitPrior transfer_prior(const ModelPriors& priors) {
+  return {{priors.transfer_seconds, priors.transfer_block_seconds, 0.0}, 16.0, 1.0, {10.0, 1.0, 1.0}};
+}
 constexpr FitPrior k_step_prior{{5e-3, 1e-4, 1e-8}, 8.0, 1e4, {1.0, 10.0, 10.0}};
 
 }  // namespace
 
-Worker::Worker()
-    : prefill(k_prefill_prior),
-      transfer(k_transfer_prior),
+Worker::Worker(const ModelPriors& priors)
+    : prefill(prefill_prior(priors)),
+      transfer(transfer_prior(priors)),
       step(k_step_prior) {}
 
 Fit& Worker::model(const std::string& kind) {

@@ -116,6 +116,15 @@ struct WorkerRef {
   friend bool operator==(const WorkerRef&, const WorkerRef&) = default;
 };
 
+/// What a worker is believed to take until it, or one like it, was measured: a mid-size accelerator. What matters then
+/// is the ratio: moving a block of latent KV costs a fiftieth of computing it.
+struct ModelPriors {
+  double prefill_seconds = 2e-3;
+  double prefill_token_seconds = 1e-4;
+  double transfer_seconds = 1e-3;
+  double transfer_block_seconds = 1.3e-4;
+};
+
 struct Worker {
   WorkerSpec spec;
   std::uint64_t epoch = 0;  // 0: the slot is vacant
@@ -147,7 +156,9 @@ struct Worker {
   Fit transfer;  // seconds of a pull over (blocks, -)
   Fit step;      // seconds of a decode step over (sequences, context tokens)
 
-  Worker();
+  Worker()
+      : Worker(ModelPriors{}) {}
+  explicit Worker(const ModelPriors& priors);
   template <typename A>
   void archive(A& a) {
     a(spec, epoch, pool_id, fingerprint_id, index_slot, report, reports, quarantined_until, refused_until,

@@ -56,7 +56,7 @@ Worker& WorkerTable::enroll(const WorkerSpec& spec) {
     free_.pop_back();
   }
   Worker& worker = workers_[slot];
-  worker = Worker();
+  worker = Worker(priors_);
   worker.epoch = next_epoch_++;
   worker.index_slot = index_slot;
   own_index_slot(worker);
@@ -102,6 +102,20 @@ void WorkerTable::seed_models(Worker& worker, const Worker* before) {
   seed(&Worker::prefill);
   seed(&Worker::transfer);
   seed(&Worker::step);
+}
+
+void WorkerTable::share(const Worker& worker, Fit Worker::* model) {
+  const Fit& fit = worker.*model;
+  // Once, and rarely again: a guess needs no more, and the loop is over all workers.
+  if (!fit.measured() || fit.samples() % Fit::k_measured_samples != 0) {
+    return;
+  }
+  for (const std::uint32_t slot : of_pool(worker.pool_id)) {
+    Worker& peer = workers_[slot];
+    if (peer.fingerprint_id == worker.fingerprint_id && (peer.*model).samples() == 0) {
+      (peer.*model).seed(fit.coefficients());
+    }
+  }
 }
 
 bool WorkerTable::remove(const std::string& name, std::uint64_t incarnation) {

@@ -15,8 +15,9 @@ namespace twinpool::placement {
 
 class WorkerTable {
  public:
-  explicit WorkerTable(prefix::PrefixIndex& index)
-      : index_(index) {}
+  explicit WorkerTable(prefix::PrefixIndex& index, const ModelPriors& priors = {})
+      : index_(index),
+        priors_(priors) {}
   WorkerTable(const WorkerTable&) = delete;
   WorkerTable& operator=(const WorkerTable&) = delete;
   ~WorkerTable() = default;
@@ -41,6 +42,10 @@ class WorkerTable {
   [[nodiscard]] WorkerRef by_index_slot(std::uint32_t slot) const noexcept;
 
   void report(Worker& worker, const LoadReport& load);
+
+  /// A model of the worker was fed. Once it is measured, it is the best guess for those of its kind that have done no
+  /// such thing yet, whatever their role: the same model, most likely on the same hardware.
+  void share(const Worker& worker, Fit Worker::* model);
 
   /// Slots of a pool's workers, in the order of their arrival. Empty for an unknown pool.
   [[nodiscard]] const std::vector<std::uint32_t>& of_pool(std::uint32_t pool) const noexcept;
@@ -72,6 +77,7 @@ class WorkerTable {
   void detach(std::uint32_t slot);
 
   prefix::PrefixIndex& index_;
+  ModelPriors priors_;
   std::vector<Worker> workers_;
   std::vector<std::uint32_t> free_;
   std::unordered_map<std::string, std::uint32_t> by_name_;

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes pulled between real worker processes over NIXL, with digests and poisoned pools; the test plays the router.
+"""Prefixes pulled between real worker processes over NIXL, with digests and poisoned pools; the test plays the router, and
+at the end asks a real one.
 
 The tokens are the oracle's whether the prefix was pulled or, because its owner could not give it, computed.
 """
@@ -7,6 +8,7 @@ The tokens are the oracle's whether the prefix was pulled or, because its owner 
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from tests.support.fleet import BLOCK, Fleet, running_fleet
 from tests.support.quiescence import inspect
 from tests.support.steps import Legs, legs, prompt
 from tests.support.worker_client import Answer, Request, WorkerProcess, wait_until
+from twinpool.client import Client
+from twinpool.client import request as ask_for
+from twinpool.v1 import inference_pb2 as inference
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.control_pb2 import WorkerRecord
 
@@ -201,6 +206,85 @@ async def test_a_cancel_while_the_prefix_is_pulled(fleet: Fleet) -> None:
         await other.cancel(doomed)
         await fleet.assert_quiet("decode-0")
         faults.free()
+
+
+# --- with a router that chooses
+
+
+@asynccontextmanager
+async def routed(fleet: Fleet, settings: dict[str, object]) -> AsyncIterator[Client]:
+    """A client of a router of its own."""
+    await fleet.start_router(settings)
+    try:
+        async with fleet.client() as client:
+            yield client
+        await fleet.assert_router_quiet()
+    finally:
+        assert fleet.router is not None
+        fleet.router.terminate()
+        await asyncio.to_thread(fleet.router.wait, 30)
+
+
+async def turn(
+    fleet: Fleet, client: Client, tokens: list[int], max_tokens: int
+) -> inference.GenerateFinished:
+    """One request against the oracle; its last event. Appends the answer to ``tokens``."""
+    expected = fleet.oracle.greedy(tokens, max_tokens, ignore_eos=True)
+    answer = await client.complete(
+        ask_for(tokens, max_tokens=max_tokens, temperature=0.0, ignore_eos=True), timeout=60
+    )
+    assert answer.token_ids == [expected]
+    tokens += expected
+    return answer.finished
+
+
+async def test_a_router_lets_the_next_turn_pull_what_the_decode_worker_has(fleet: Fleet) -> None:
+    """Tokens are said to be dear and pulls cheap."""
+    settings = {"router.local_prefill": False, "router.prior_prefill_token_seconds": 0.05}
+    async with routed(fleet, settings) as client:
+        tokens, pulled = prompt(FIRST, 20), 0
+        await turn(fleet, client, tokens, GENERATED)
+        for number in range(3):
+            tokens += prompt(7, 20 + number)
+            done = await turn(fleet, client, tokens, BLOCK)
+            assert done.prefix_fetch.bytes == done.prefix_fetch.blocks * BLOCK * bytes_per_token(fleet)
+            assert done.usage.cached_tokens >= done.prefix_fetch.blocks * BLOCK
+            pulled += done.prefix_fetch.bytes
+        assert pulled > 0
+        assert fleet.router_metric("twinpool_router_prefix_fetched_bytes_total") == pulled
+        assert fleet.router_metric("twinpool_router_prefix_fetches_total", reason="FETCHED") >= 1
+
+
+async def test_a_router_lets_a_decode_worker_compute_a_short_suffix(fleet: Fleet) -> None:
+    async with routed(fleet, {"router.local_prefill": True}) as client:
+        tokens, local = prompt(FIRST, 30), 0
+        await turn(fleet, client, tokens, GENERATED)
+        for number in range(4):
+            tokens += prompt(5, 30 + number)
+            done = await turn(fleet, client, tokens, 9)
+            if done.prefill_worker == done.decode_worker:
+                local += 1
+                assert done.handoff.bytes == 0
+                assert done.handoff.blocks == 0
+        assert local > 0
+        assert fleet.router_metric("twinpool_router_local_prefills_total") >= local
+
+
+async def test_many_at_once_whatever_the_router_chooses(fleet: Fleet) -> None:
+    """Pools of 24 blocks: prompts that share a beginning are pulled, computed here and there, refused and preempted."""
+    async with routed(
+        fleet, {"router.local_prefill": True, "router.prior_prefill_token_seconds": 0.001}
+    ) as client:
+        shared = prompt(3 * BLOCK, 40)
+        prompts = [
+            [*(shared if number % 2 else []), *prompt(3 + 5 * number, 41 + number)] for number in range(12)
+        ]
+        for _ in range(2):
+            await asyncio.gather(*(turn(fleet, client, tokens, 10) for tokens in prompts))
+
+
+def bytes_per_token(fleet: Fleet) -> int:
+    return next(iter(fleet.workers.values())).record.kv_bytes_per_token
 
 
 # The last tests end a worker.

@@ -75,6 +75,8 @@ def running_cluster(
         "scheduler.max_chunk_tokens": 32,
         "scheduler.max_batched_tokens": 128,
         "scheduler.max_num_seqs": 32,
+        # A hand-off each, unless a test is about the other way.
+        "router.local_prefill": False,
         "log.format": "json",
     }
     config = load_config(None, overrides | dict(settings or {}), env={})

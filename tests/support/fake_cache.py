@@ -58,6 +58,23 @@ class FakeCache:
         hashes = np.frombuffer(prompt.block_hashes, np.uint8).reshape(-1, 16)
         return self.use(hashes, prompt.root_hash, len(prompt.token_ids) // 4)
 
+    def held(self, prompt: pb.PromptSpec) -> int:
+        """Leading full blocks of a prompt that are here."""
+        return self.blocks.lookup(np.frombuffer(prompt.block_hashes, np.uint8).reshape(-1, 16))
+
+    def pull(self, owner: "FakeCache", prompt: pb.PromptSpec, blocks: int) -> pb.PrefixFetched:
+        """Takes over what ``owner`` has of the prompt's first ``blocks`` blocks."""
+        there = min(owner.held(prompt), blocks)
+        if there <= self.held(prompt):
+            return pb.PrefixFetched(failure=pb.FAILURE_REASON_NOT_CACHED, owner_blocks=there)
+        moved = there - self.held(prompt)
+        hashes = np.frombuffer(prompt.block_hashes[: 16 * there], np.uint8).reshape(-1, 16)
+        self.use(hashes, prompt.root_hash, there * self.block_tokens + 1)
+        fetched = pb.PrefixFetched(owner_blocks=there)
+        fetched.stats.blocks, fetched.stats.bytes = moved, 2048 * moved
+        fetched.stats.read_time.FromMicroseconds(200 * moved)
+        return fetched
+
     def evict(self) -> None:
         """Drops all that nobody holds."""
         self.blocks.reset_cache()

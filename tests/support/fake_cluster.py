@@ -157,7 +157,8 @@ async def fake_cluster(
 ) -> AsyncIterator[FakeCluster]:
     """A router with so many fake workers of each role, all ready. ``record``: fields of the workers' records."""
     config = TwinpoolConfig(
-        router={"cancel_timeout_seconds": 1.0, **(settings or {})},  # type: ignore[arg-type]
+        # A hand-off each, unless a test is about the other way.
+        router={"cancel_timeout_seconds": 1.0, "local_prefill": False, **(settings or {})},  # type: ignore[arg-type]
         rpc={"connect_timeout_seconds": 2.0},  # type: ignore[arg-type]
     )
     router = Router(config, "router-test")

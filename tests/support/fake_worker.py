@@ -7,91 +7,19 @@ saw and what it still holds can be asked at any time.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine
 
 import grpc
 import grpc.aio
 import numpy as np
 
 from tests.support.fake_cache import FakeCache
+from tests.support.fake_job import FIRST_TOKEN, AttemptKey, Job, Script, counting_token, fake_logprobs
 from twinpool.ids import WorkerKey, new_incarnation
-from twinpool.v1 import control_pb2, inference_pb2, worker_pb2_grpc
+from twinpool.v1 import control_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 
-AttemptKey = tuple[str, int]
-FIRST_TOKEN = 65
-
-
-def counting_token(prompt: "Job", choice: int, offset: int) -> int:
-    """Default: letters of the byte-level test tokenizer, another sequence for each choice."""
-    return FIRST_TOKEN + (offset + choice) % 26
-
-
-@dataclass
-class Script:
-    """What a fake worker does. It may be changed at any time; a command reads it when it comes.
-
-    ``prefill_gate``: no prefill ends before it is set. ``report_seconds``: by so much prefill tells its reader before it tells the router.
-    ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
-    ``fail_after_tokens``: decode fails with ``fail_reason`` once a choice has so many tokens. ``silent``: messages that
-    are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
-    """
-
-    reserve_seconds: float = 0.0
-    refuse: "pb.FailureReason.ValueType | None" = None
-    detail: str = "scripted"
-    reserved_cached_blocks: int = 0
-    prefill_seconds: float = 0.0
-    prefill_gate: asyncio.Event | None = None
-    prefill_cached_tokens: int = 0
-    fail_prefill: "pb.FailureReason.ValueType | None" = None
-    handoff_seconds: float = 0.0
-    fail_handoff: "pb.FailureReason.ValueType | None" = None
-    step_seconds: float = 0.0
-    fail_after_tokens: int | None = None
-    fail_reason: "pb.FailureReason.ValueType" = pb.FAILURE_REASON_INTERNAL
-    cancel_seconds: float = 0.0
-    extra_first_token: bool = False
-    report_seconds: float = 0.0
-    token: "Callable[[Job, int, int], int]" = counting_token
-    silent: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Job:
-    """One attempt on a worker."""
-
-    key: AttemptKey
-    prompt: np.ndarray
-    draw: pb.DrawSpec
-    task: asyncio.Task[None] | None = None
-    offsets: dict[int, int] = field(default_factory=dict)
-
-    def first_token(self, script: Script, choice: int) -> pb.FirstToken:
-        """What prefill draws for a choice, with the stop rules applied."""
-        token_id = script.token(self, choice, 0)
-        token = pb.FirstToken(index=choice, token_id=token_id, finish=self.finish_of(token_id, 0))
-        if self.draw.HasField("logprobs"):
-            token.logprobs.CopyFrom(fake_logprobs(token_id, self.draw.logprobs))
-        return token
-
-    def finish_of(self, token_id: int, offset: int) -> "inference_pb2.FinishReason.ValueType":
-        """Whether a token at ``offset`` ends its choice."""
-        if token_id in self.draw.stop_token_ids and offset + 1 > self.draw.stop.min_tokens:
-            return inference_pb2.FINISH_REASON_STOP
-        if offset + 1 >= self.draw.stop.max_tokens:
-            return inference_pb2.FINISH_REASON_LENGTH
-        return inference_pb2.FINISH_REASON_UNSPECIFIED
-
-
-def fake_logprobs(token_id: int, alternatives: int) -> inference_pb2.PositionLogprobs:
-    """-0.5 for the token, then -1.0, -2.0 ... for the next ids."""
-    message = inference_pb2.PositionLogprobs()
-    message.chosen.token_id, message.chosen.logprob = token_id, -0.5
-    for rank in range(alternatives):
-        message.top.add(token_id=token_id + rank, logprob=-float(rank + 1))
-    return message
+__all__ = ["FIRST_TOKEN", "AttemptKey", "Fabric", "FakeWorker", "Job", "Script", "counting_token"]
 
 
 class Fabric:
@@ -298,11 +226,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _prefill(self, session: _Session, job: Job, command: pb.PrefillCommand) -> None:
         script = self.script
-        await asyncio.sleep(script.prefill_seconds)
-        if script.prefill_gate is not None:
-            await script.prefill_gate.wait()
-        if script.fail_prefill is not None:
-            self._fail(session, job, script.fail_prefill)
+        if not await self._computed(session, job, script):
             return
         tokens = [job.first_token(script, choice) for choice in range(job.draw.n)]
         if script.extra_first_token:
@@ -311,12 +235,39 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if script.report_seconds and not handed.done():
             handed.set_result(tokens)
         await asyncio.sleep(script.report_seconds)
-        cached = script.prefill_cached_tokens if self.cache is None else self.cache.use_prompt(command.prompt)
-        if "prefill_done" not in script.silent:
-            done = pb.PrefillDone(id=command.id, first_tokens=tokens, cached_tokens=cached)
-            session.send(prefill_done=done)
+        self._say_prefilled(session, command, tokens)
         if not handed.done():
             handed.set_result(tokens)
+
+    async def _computed(self, session: _Session, job: Job, script: Script) -> bool:
+        await asyncio.sleep(script.prefill_seconds)
+        if script.prefill_gate is not None:
+            await script.prefill_gate.wait()
+        if script.fail_prefill is not None:
+            self._fail(session, job, script.fail_prefill)
+        return script.fail_prefill is None
+
+    def _say_prefilled(
+        self, session: _Session, command: pb.PrefillCommand | pb.DecodeCommand, tokens: list[pb.FirstToken]
+    ) -> None:
+        script = self.script
+        done = pb.PrefillDone(id=command.id, first_tokens=tokens, cached_tokens=script.prefill_cached_tokens)
+        if self.cache is not None:
+            if command.HasField("prefix"):
+                done.fetched.CopyFrom(self._fetch(self.cache, command))
+            done.cached_tokens = self.cache.use_prompt(command.prompt)
+        if "prefill_done" not in script.silent:
+            session.send(prefill_done=done)
+
+    def _fetch(self, cache: FakeCache, command: pb.PrefillCommand | pb.DecodeCommand) -> pb.PrefixFetched:
+        source = command.prefix
+        if self.script.fail_fetch is not None:
+            return pb.PrefixFetched(failure=self.script.fail_fetch)
+        for other in self.fabric.workers:
+            if (other.key.name, other.key.incarnation) == (source.owner.name, source.owner.incarnation):
+                assert other.cache is not None
+                return cache.pull(other.cache, command.prompt, source.blocks)
+        return pb.PrefixFetched(failure=pb.FAILURE_REASON_PEER_LOST)
 
     # --- decode ---------------------------------------------------------------------------
 
@@ -325,30 +276,46 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await asyncio.sleep(script.reserve_seconds)
         if "reserved" not in script.silent:
             session.send(reserved=pb.Reserved(id=command.id, cached_blocks=script.reserved_cached_blocks))
-        try:
-            first = await asyncio.shield(self.fabric.of(job.key))
-        except ConnectionError:
-            self._fail(session, job, pb.FAILURE_REASON_PEER_LOST)
-            return
-        await asyncio.sleep(script.handoff_seconds)
-        if script.fail_handoff is not None:
-            self._fail(session, job, script.fail_handoff)
-            return
-        self._released(job.key)
-        if "handoff_done" not in script.silent:
-            done = pb.HandoffDone(id=command.id)
-            done.stats.bytes, done.stats.blocks = 128 * len(job.prompt), -(-len(job.prompt) // 16)
-            done.stats.read_time.FromMilliseconds(1)
-            session.send(handoff_done=done)
-        for token in first:
+        first = await self._received(session, job, command, script)
+        for token in first or ():
             if not token.finish:
                 job.offsets[token.index] = 1
+        if first is None:
+            return
         if not job.offsets:
             session.jobs.pop(job.key, None)
             return
         session.running[job.key] = job
         if len(session.running) == 1:
             self._background(self._steps(session))
+
+    async def _received(
+        self, session: _Session, job: Job, command: pb.DecodeCommand, script: Script
+    ) -> list[pb.FirstToken] | None:
+        """The first tokens, once the KV is here; None if the attempt has failed."""
+        if not command.HasField("owner"):
+            if not await self._computed(session, job, script):
+                return None
+            first = [job.first_token(script, choice) for choice in range(job.draw.n)]
+            self._say_prefilled(session, command, first)
+            session.send(handoff_done=pb.HandoffDone(id=command.id))
+            return first
+        try:
+            first = await asyncio.shield(self.fabric.of(job.key))
+        except ConnectionError:
+            self._fail(session, job, pb.FAILURE_REASON_PEER_LOST)
+            return None
+        await asyncio.sleep(script.handoff_seconds)
+        if script.fail_handoff is not None:
+            self._fail(session, job, script.fail_handoff)
+            return None
+        self._released(job.key)
+        if "handoff_done" not in script.silent:
+            done = pb.HandoffDone(id=command.id)
+            done.stats.bytes, done.stats.blocks = 128 * len(job.prompt), -(-len(job.prompt) // 16)
+            done.stats.read_time.FromMilliseconds(1)
+            session.send(handoff_done=done)
+        return first
 
     def _released(self, key: AttemptKey) -> None:
         """The reader has all: the owner's part of the attempt ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import time
@@ -125,7 +126,7 @@ class Fleet:
         environment = {
             SEAM_VARIABLE: ENTRY,
             PLAN_VARIABLE: json.dumps(plan | {"directory": str(self.directory)}),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
             # Every process hashes with a seed of its own, as in production.
             "PYTHONHASHSEED": str(self.starts),
         }
@@ -176,16 +177,17 @@ class Fleet:
 
     # --- a router process
 
-    async def start_router(self, settings: Mapping[str, object] | None = None) -> None:
-        """Starts a router and waits until it sees every worker."""
+    async def start_router(self, settings: Mapping[str, object] | None = None, *, sees: bool = True) -> None:
+        """Starts a router and waits until it sees every worker, if it ever will."""
         self.router = start_router(self.model, self.endpoint, self.directory, settings)
         deadline = time.monotonic() + 60
         while not (items := self.store.list_prefix(Keys("test").routers).items):
             assert self.router.poll() is None, (self.directory / "router.log").read_text()[-4000:]
             assert time.monotonic() < deadline, "the router does not register"
             await asyncio.sleep(0.05)
-        self.router_record = RouterRecord.FromString(items[0].value)
-        await self.router_sees()
+        self.router_record = RouterRecord.FromString(next(iter(items.values())).value)
+        if sees:
+            await self.router_sees()
 
     async def router_sees(self, seconds: float = 60.0) -> None:
         """Waits until the router can use every live worker."""
@@ -219,7 +221,7 @@ class Fleet:
     def assert_registered(self) -> None:
         """The store holds a record of each live worker, of this very process, and of no other."""
         items = self.store.list_prefix(Keys("test").workers(None)).items
-        names = sorted(item.key.rsplit("/", 1)[1] for item in items)
+        names = sorted(key.rsplit("/", 1)[1] for key in items)
         assert names == sorted(worker.name for worker in self.live)
 
     def end(self) -> None:

@@ -116,6 +116,8 @@ def start_router(
         "cluster.etcd_endpoints": store,
         "model.path": str(model),
         "router.name": "router-0",
+        # A hand-off each, unless a test is about the other way.
+        "router.local_prefill": False,
         "log.format": "json",
     }
     config = load_config(None, overrides | dict(settings or {}), env={})

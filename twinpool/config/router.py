@@ -21,6 +21,19 @@ class RouterSection(Section):
         default=1, ge=1, le=64, description="Threads that tokenise, beside the event loop."
     )
 
+    trace_requests: int = Field(
+        default=1000,
+        ge=0,
+        le=1 << 20,
+        description="Requests whose steps and reasons are kept for `twinpool trace`, some 8 KB each; 0: none.",
+    )
+    token_cache_bytes: int = Field(
+        default=256 * MiB,
+        ge=0,
+        le=1 << 40,
+        description="Most memory of tokenised beginnings of conversations, in bytes: some 10 to 20 a token. 0: none are kept.",
+    )
+
     max_message_bytes: int = Field(
         default=16 * MiB,
         ge=1024,
@@ -103,6 +116,39 @@ class RouterSection(Section):
     )
     transfer_window_requests: int = Field(
         default=32, ge=1, le=1 << 16, description="Most hand-offs towards one decode worker at a time."
+    )
+    prefix_fetch: bool = Field(
+        default=True,
+        description="Let a worker pull a cached prefix from any other where that is predicted to be faster than computing it.",
+    )
+    fetch_backoff_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        le=3600,
+        description="How long no prefix is pulled from a worker that did not deliver one, in seconds.",
+    )
+    local_prefill: bool = Field(
+        default=True,
+        description="Let a decode worker compute a prompt itself where that is predicted to cost less than a hand-off, "
+        "its running streams included.",
+    )
+    prior_prefill_seconds: float = Field(
+        default=0.002,
+        ge=0,
+        le=3600,
+        description="Time of a prefill besides its tokens, in seconds, until prefills of the model were measured.",
+    )
+    prior_prefill_token_seconds: float = Field(
+        default=1e-4, ge=0, le=3600, description="Time of one prompt token, in seconds, until then."
+    )
+    prior_transfer_seconds: float = Field(
+        default=0.001,
+        ge=0,
+        le=3600,
+        description="Time of a pull besides its blocks, in seconds, until pulls were measured.",
+    )
+    prior_transfer_block_seconds: float = Field(
+        default=1.3e-4, ge=0, le=3600, description="Time of one block of a pull, in seconds, until then."
     )
     quarantine_seconds: float = Field(
         default=2.0,

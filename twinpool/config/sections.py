@@ -82,6 +82,14 @@ class KVConfig(Section):
         multiple_of=16,
         description="Token positions a block; a multiple of 16 that kernels can tile. Part of the fingerprint.",
     )
+    dtype: Literal["auto", "fp8_latent"] = Field(
+        default="auto",
+        description=(
+            "How cached rows are stored. auto: in model.dtype; fp8_latent: the latent in 8 bits with a scale for each "
+            "128 values, the rotary part in bfloat16 (656 instead of 1152 bytes a token and layer of DeepSeek-V3). Part of "
+            "the fingerprint."
+        ),
+    )
     poison_freed: bool = Field(
         default=False,
         description="Fill freed blocks with NaN, so that a read of them shows. For tests: it costs a write.",

@@ -689,8 +689,9 @@ class GenerateFinished(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    PREFIX_FETCH_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
-    """Worker that computed the prompt."""
+    """Worker that computed the prompt; may be the one that generated."""
     decode_worker: _builtins.str
     """Worker that generated."""
     attempts: _builtins.int
@@ -711,6 +712,10 @@ class GenerateFinished(_message.Message):
     def handoff(self) -> Global___HandoffStats:
         """KV that moved."""
 
+    @_builtins.property
+    def prefix_fetch(self) -> Global___HandoffStats:
+        """Cached KV that the prefill worker pulled from another worker first; unset if it tried none."""
+
     def __init__(
         self,
         *,
@@ -721,10 +726,11 @@ class GenerateFinished(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         attempts: _builtins.int = ...,
+        prefix_fetch: Global___HandoffStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "prefix_fetch", b"prefix_fetch", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "choices", b"choices", "decode_worker", b"decode_worker", "handoff", b"handoff", "prefill_worker", b"prefill_worker", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "choices", b"choices", "decode_worker", b"decode_worker", "handoff", b"handoff", "prefill_worker", b"prefill_worker", "prefix_fetch", b"prefix_fetch", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

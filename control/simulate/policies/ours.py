@@ -170,6 +170,12 @@ class CoreRouter:
         self._forget(attempt.job)
         return False
 
+    def withdraw(self, now: float, job: Job) -> None:
+        """Takes back a request that waits for ``plan``."""
+        self.core.advance(now, self._numbers[job.request.id], 0, "cancel")
+        self._waiting -= 1
+        self._forget(job)
+
     def _advance(self, now: float, attempt: Attempt, event: str, detail: str = "") -> str:
         number = self._numbers[attempt.job.request.id]
         return self.core.advance(now, number, attempt.number, event, detail).state

@@ -27,7 +27,7 @@ def check_run(run: Run) -> None:
     """The invariants of every run."""
     cluster, figures = run.cluster, run.figures
     for job in cluster.jobs:
-        hits = min(job.decode_cached, job.usable) if job.local else job.cached
+        hits = min(job.decode_cached, job.usable) + job.fetched if job.local else job.cached
         assert 0 <= job.fetched <= hits <= job.usable <= job.listed
         assert job.status is not Status.WAITING
         if job.status is Status.SERVED:

@@ -102,7 +102,11 @@ async def pair() -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
 
 
 def decode(attempt: int = 1, request: str = "q", max_tokens: int = 4, n: int = 1) -> pb.SessionRequest:
-    command = pb.DecodeCommand(id=pb.AttemptId(request_id=request, attempt=attempt))
+    command = pb.DecodeCommand(
+        id=pb.AttemptId(request_id=request, attempt=attempt),
+        owner=pb.WorkerId(name="p", incarnation=1),
+        owner_endpoint="127.0.0.1:1",
+    )
     command.prompt.token_ids = b"\x41\0\0\0"
     command.draw.n, command.draw.stop.max_tokens = n, max_tokens
     return pb.SessionRequest(decode=command)

@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinpool._core import hash_blocks, root_hash
+from twinpool.ids import WorkerKey
 from twinpool.router.fields import FIELDS, decode_command, prefill_command
+from twinpool.router.prefix import Source
 from twinpool.router.request import Group, Prepared
 from twinpool.rpc import Deadline
 from twinpool.v1 import inference_pb2 as inference
 from twinpool.v1 import worker_pb2 as worker
+from twinpool.v1.control_pb2 import WorkerRecord
 
 GROUP = Group("default", "fake", "fp", "llama", 258, 16, 4096, 256, (257,), "/models/fake")
 
@@ -110,13 +113,18 @@ for _same in ("text", "chat.messages.role", "chat.messages.content", "chat.omit_
     EXPECTED[_same] = EXPECTED["token_ids.ids"]
 
 OTHER = worker.WorkerId(name="other", incarnation=7)
+OWNER = WorkerRecord(worker=OTHER, endpoint="host:1")
+SOURCE = Source(
+    WorkerKey("third", 9),
+    worker.PrefixSource(owner=worker.WorkerId(name="third", incarnation=9), endpoint="third:1", blocks=2),
+)
 ATTEMPT = worker.AttemptId(request_id="minted", attempt=3)
 
 
 @given(requests())
 def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
-    prefill = prefill_command(prepared, ATTEMPT, OTHER, 2)
-    decode = decode_command(prepared, ATTEMPT, OTHER, "host:1")
+    prefill = prefill_command(prepared, ATTEMPT, OTHER, 2, SOURCE)
+    decode = decode_command(prepared, ATTEMPT, OWNER, SOURCE)
     told: dict[int, set[str]] = {id(prefill): set(), id(decode): set()}
     for rule in FIELDS:
         for command, path in ((prefill, rule.prefill), (decode, rule.decode)):
@@ -127,7 +135,9 @@ def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
                 told[id(command)].add(path)
     own = {"id.request_id", "id.attempt", "prompt.block_hashes", "deadline.seconds", "deadline.nanos"}
     mine = {
-        id(prefill): own | {"reader.name", "reader.incarnation", "reader_cached_blocks"},
+        id(prefill): own
+        | {"reader.name", "reader.incarnation", "reader_cached_blocks"}
+        | {"prefix.owner.name", "prefix.owner.incarnation", "prefix.endpoint", "prefix.blocks"},
         id(decode): own | {"owner.name", "owner.incarnation", "owner_endpoint"},
     }
     for command in (prefill, decode):
@@ -136,6 +146,7 @@ def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
                 assert not get(command, path), f"{path} is set, but no row says so"
     assert (prefill.reader, prefill.reader_cached_blocks) == (OTHER, 2)
     assert (decode.owner, decode.owner_endpoint) == (OTHER, "host:1")
+    assert prefill.prefix == SOURCE.message
     assert prefill.id == decode.id == ATTEMPT
     assert prefill.draw == decode.draw, "the first token is drawn by the rule of all others"
     assert prefill.prompt == decode.prompt
@@ -143,6 +154,16 @@ def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
     for name in leaves(inference.SamplingParams.DESCRIPTOR):
         assert prefill.draw.sampling.HasField(name)
     assert prefill.HasField("deadline") == (prepared.deadline.at is not None)
+
+
+@given(requests())
+def test_a_decode_leg_that_computes_the_prompt_gets_all_that_prefill_gets(prepared: Prepared) -> None:
+    local = decode_command(prepared, ATTEMPT, None, SOURCE)
+    prefill = prefill_command(prepared, ATTEMPT, OTHER, 0, SOURCE)
+    assert not local.HasField("owner")
+    assert not local.owner_endpoint
+    for name in ("id", "prompt", "draw", "priority", "prefix"):
+        assert getattr(local, name) == getattr(prefill, name)
 
 
 def test_tenants_share_no_prefix() -> None:
@@ -158,5 +179,5 @@ def test_a_deadline_travels_as_what_is_left(left: float) -> None:
         "r", "r", GROUP, np.array([1], np.int32), np.zeros((0, 16), np.uint8), b"\0" * 16,
         inference.SamplingParams(), 1, 0, (), (), False, 1, None, 0, "", 0, 0.0, 0.0, Deadline.after(left),
     )  # fmt: skip
-    sent = decode_command(prepared, ATTEMPT, OTHER, "h:1").deadline.ToNanoseconds() / 1e9
+    sent = decode_command(prepared, ATTEMPT, OWNER).deadline.ToNanoseconds() / 1e9
     assert left - 0.5 <= sent <= left

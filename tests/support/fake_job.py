@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fake worker is told to do, and one attempt on it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from twinpool.v1 import inference_pb2
+from twinpool.v1 import worker_pb2 as pb
+
+AttemptKey = tuple[str, int]
+FIRST_TOKEN = 65
+
+
+def counting_token(prompt: "Job", choice: int, offset: int) -> int:
+    """Default: letters of the byte-level test tokenizer, another sequence for each choice."""
+    return FIRST_TOKEN + (offset + choice) % 26
+
+
+@dataclass
+class Script:
+    """What a fake worker does. It may be changed at any time; a command reads it when it comes.
+
+    ``prefill_gate``: no prefill ends before it is set. ``report_seconds``: by so much prefill tells its reader before it tells the router.
+    ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
+    ``fail_fetch``: why no prefix is pulled.
+    ``fail_after_tokens``: decode fails with ``fail_reason`` once a choice has so many tokens. ``silent``: messages that
+    are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
+    """
+
+    reserve_seconds: float = 0.0
+    refuse: "pb.FailureReason.ValueType | None" = None
+    detail: str = "scripted"
+    reserved_cached_blocks: int = 0
+    prefill_seconds: float = 0.0
+    prefill_gate: asyncio.Event | None = None
+    prefill_cached_tokens: int = 0
+    fail_prefill: "pb.FailureReason.ValueType | None" = None
+    fail_fetch: "pb.FailureReason.ValueType | None" = None
+    handoff_seconds: float = 0.0
+    fail_handoff: "pb.FailureReason.ValueType | None" = None
+    step_seconds: float = 0.0
+    fail_after_tokens: int | None = None
+    fail_reason: "pb.FailureReason.ValueType" = pb.FAILURE_REASON_INTERNAL
+    cancel_seconds: float = 0.0
+    extra_first_token: bool = False
+    report_seconds: float = 0.0
+    token: "Callable[[Job, int, int], int]" = counting_token
+    silent: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Job:
+    """One attempt on a worker."""
+
+    key: AttemptKey
+    prompt: np.ndarray
+    draw: pb.DrawSpec
+    task: asyncio.Task[None] | None = None
+    offsets: dict[int, int] = field(default_factory=dict)
+
+    def first_token(self, script: Script, choice: int) -> pb.FirstToken:
+        """What prefill draws for a choice, with the stop rules applied."""
+        token_id = script.token(self, choice, 0)
+        token = pb.FirstToken(index=choice, token_id=token_id, finish=self.finish_of(token_id, 0))
+        if self.draw.HasField("logprobs"):
+            token.logprobs.CopyFrom(fake_logprobs(token_id, self.draw.logprobs))
+        return token
+
+    def finish_of(self, token_id: int, offset: int) -> "inference_pb2.FinishReason.ValueType":
+        """Whether a token at ``offset`` ends its choice."""
+        if token_id in self.draw.stop_token_ids and offset + 1 > self.draw.stop.min_tokens:
+            return inference_pb2.FINISH_REASON_STOP
+        if offset + 1 >= self.draw.stop.max_tokens:
+            return inference_pb2.FINISH_REASON_LENGTH
+        return inference_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def fake_logprobs(token_id: int, alternatives: int) -> inference_pb2.PositionLogprobs:
+    """-0.5 for the token, then -1.0, -2.0 ... for the next ids."""
+    message = inference_pb2.PositionLogprobs()
+    message.chosen.token_id, message.chosen.logprob = token_id, -0.5
+    for rank in range(alternatives):
+        message.top.add(token_id=token_id + rank, logprob=-float(rank + 1))
+    return message
