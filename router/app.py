@@ -14,13 +14,17 @@ from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.background import Background
 from twinpool.router.hops import Hops
+from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
+from twinpool.router.inspection import RouterInspection
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
 from twinpool.router.placement import Fleet
+from twinpool.router.prefix import PrefixSources
 from twinpool.router.service import SERVICE, InferenceService, register
 from twinpool.router.tokenize import TokenizeHop
+from twinpool.router.trace import TraceBook
 from twinpool.rpc import Server, channel, join_address
-from twinpool.v1 import control_pb2
+from twinpool.v1 import control_pb2, router_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 
 log = get_logger(__name__)
@@ -39,10 +43,11 @@ class Router:
         self.endpoint = ""
         self.core = RouterCore(core_config(config.router))
         self.background = Background()
-        self.admission = Admission(self.core)
+        self.traces = TraceBook(self.core, config.router.trace_requests)
+        self.admission = Admission(self.core, self.traces)
         self.tokenize = TokenizeHop(config.router)
         self.models = ModelTable(self.tokenize, config.model.path)
-        self.locality = Locality(self.core, config.kv_events)
+        self.locality = Locality(self.core, config.kv_events, self.traces)
         self.fleet = Fleet(
             config,
             self.admission,
@@ -52,14 +57,19 @@ class Router:
             partial(channel, config=config.rpc, tls=config.tls),
             pb.Hello(router=name, incarnation=self.incarnation),
         )
-        hops = Hops(config.router, self.admission, self.fleet, self.locality, self.background)
+        self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
+        hops = Hops(config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background)
         self.service = InferenceService(config, hops, self.models, self.tokenize)
+        self.inspection = RouterInspection(
+            name, self.incarnation, self.fleet, self.locality, self.models, self.tokenize, self.traces
+        )
         self._server = Server(config.rpc, config.tls, max_message_bytes=config.router.max_message_bytes)
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Binds and serves; returns host:port. Raises PORT_UNAVAILABLE."""
         self._server.add(SERVICE, register, self.service)
+        self._server.add(ROUTER_SERVICE, router_pb2_grpc.add_RouterServiceServicer_to_server, self.inspection)
         port = self._server.bind(self.config.router.host, self.config.router.port)
         self.locality.start()
         await self._server.start()
@@ -100,6 +110,7 @@ class Router:
             try:
                 self.fleet.reap()
                 self.locality.watch()
+                self.tokenize.show()
                 self._show_counts()
                 await self._show_health()
             except Exception as error:
@@ -115,3 +126,4 @@ class Router:
 
     async def _show_health(self) -> None:
         await self._server.set_serving(self.models.servable, SERVICE)
+        await self._server.set_serving(True, ROUTER_SERVICE)

@@ -8,7 +8,6 @@ found; when the two part, the condition ``LocalityDegraded`` says so, with the c
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from twinpool import metrics
 from twinpool._core import Action, RouterCore
@@ -17,29 +16,24 @@ from twinpool.ids import WorkerKey
 from twinpool.kv_events import CacheState
 from twinpool.router.index import Follower, SegmentView, WorkerLocality
 from twinpool.router.locality_condition import LocalityCondition
+from twinpool.router.prediction import Prediction
 from twinpool.router.request import Prepared
+from twinpool.router.trace import TraceBook
 from twinpool.v1.control_pb2 import WorkerRecord
-
-
-@dataclass(slots=True)
-class Prediction:
-    """What was known of one placement, in tokens of the prompt that can be found in a cache (never the last token, which is
-    always computed). ``best``: on the worker of any role that held most; ``selected``: what the chosen prefill worker was
-    expected to find, a fetch included; ``actual``: what it found; None: it has not said."""
-
-    query: int
-    best: int
-    selected: int
-    actual: int | None = None
 
 
 class Locality:
     """One a router. All methods on the event loop."""
 
     def __init__(
-        self, core: RouterCore, config: KvEventsConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        core: RouterCore,
+        config: KvEventsConfig,
+        traces: TraceBook,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
+        self._traces = traces
         self._segments: SegmentView | None = None
         self.condition = LocalityCondition(clock)
         self._follower = Follower(core, config, self._state, clock)
@@ -84,11 +78,13 @@ class Locality:
         usable = max(0, prepared.prompt_tokens - 1) // block_tokens
         holders = self._core.longest_prefix(prepared.hashes) if usable else []
         best = max((blocks for _, blocks in holders), default=0)
-        return Prediction(
+        prediction = Prediction(
             query=prepared.prompt_tokens,
             best=min(best, usable) * block_tokens,
             selected=min(action.predicted_cached_blocks, usable) * block_tokens,
         )
+        self._traces.predicted(prepared.request_id, action.attempt, prediction)
+        return prediction
 
     def prefilled(self, prediction: Prediction, cached_tokens: int) -> None:
         """Prefill is done: the worker said what it had found."""

@@ -9,12 +9,13 @@ import typer
 
 import twinpool
 from twinpool import logs
-from twinpool.control.cli import config, get, model, serve
+from twinpool.control.cli import config, core, get, model, serve
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
 from twinpool.control.cli.generate import chat, generate
 from twinpool.control.cli.replay import replay_command
 from twinpool.control.cli.simulate import simulate_command
+from twinpool.control.cli.trace import trace_command
 from twinpool.control.cli.up import down, up
 
 app = typer.Typer(
@@ -30,8 +31,10 @@ app.add_typer(serve.app, name="serve")
 app.command()(generate)
 app.command()(chat)
 app.add_typer(get.app, name="get")
+app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")
+app.add_typer(core.app, name="core")
 app.command(name="replay")(replay_command)
 app.command(name="simulate")(simulate_command)
 app.command()(doctor)

@@ -48,6 +48,11 @@ def router_endpoint(cluster: str, endpoint: str) -> str:
     return endpoint or local_state(cluster).router_endpoints[0]
 
 
+def router_endpoints(cluster: str, endpoint: str) -> list[str]:
+    """All routers, for what one of them may know."""
+    return [endpoint] if endpoint else list(local_state(cluster).router_endpoints)
+
+
 def control_endpoint(cluster: str, endpoint: str) -> str:
     """Where to send an operator's calls."""
     return endpoint or local_state(cluster).control_endpoint

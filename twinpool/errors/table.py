@@ -95,6 +95,13 @@ _REQUEST = (
         "Leave adapter empty or use a loaded one.",
     ),
     ErrorSpec(
+        "REQUEST_NOT_FOUND",
+        C.NOT_FOUND,
+        False,
+        "the router knows no request of that id",
+        "Ask the router that served it; it keeps the last requests only (router.trace_requests).",
+    ),
+    ErrorSpec(
         "DUPLICATE_REQUEST",
         C.ALREADY_EXISTS,
         False,

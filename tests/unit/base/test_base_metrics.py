@@ -28,6 +28,7 @@ BOUNDED = {
     "cause",
     "operation",
     "watch",
+    "source",
     "finished_reason",
 }
 
