@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fleet of real workers that most tests of this folder share; each test leaves it without faults and at rest."""
+"""Fleets of real workers that the tests of this folder share; each test leaves its fleet without faults and at rest."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.fleet import Fleet, running_fleet
 from tests.support.oracle import oracle
@@ -21,6 +23,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny(path, "deepseek_v3", seed=7)
     # Loaded here, so that no test stands still for it while something is held.
     oracle(path).greedy([8, 9], 2)
+    # Two threads that spin for one another are slow where many processes share two cores.
+    torch.set_num_threads(1)
     return path
 
 
@@ -44,6 +48,15 @@ def shared_brief_fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
         yield fleet
 
 
+@pytest.fixture(scope="session")
+def shared_routed_fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two workers of each role behind a router."""
+    workers = {f"{role}-{number}": role for role in ("prefill", "decode") for number in range(2)}
+    with running_fleet(tmp_path_factory.mktemp("routed"), checkpoint, workers) as fleet:
+        asyncio.run(fleet.start_router({"router.quarantine_seconds": 0.5, "router.queue_ttl_seconds": 600}))
+        yield fleet
+
+
 @pytest.fixture
 async def fleet(shared_fleet: Fleet) -> AsyncIterator[Fleet]:
     yield shared_fleet
@@ -56,6 +69,15 @@ async def brief_fleet(shared_brief_fleet: Fleet) -> AsyncIterator[Fleet]:
     await _left_at_rest(shared_brief_fleet)
 
 
+@pytest.fixture
+async def routed(shared_routed_fleet: Fleet) -> AsyncIterator[Fleet]:
+    """Tests may kill workers, if they start them again."""
+    yield shared_routed_fleet
+    await _left_at_rest(shared_routed_fleet)
+    await shared_routed_fleet.assert_router_quiet(within=30.0)
+    shared_routed_fleet.assert_registered()
+
+
 async def _left_at_rest(fleet: Fleet) -> None:
     fleet.clear_faults()
-    await fleet.assert_quiet(within=10.0)
+    await fleet.assert_quiet(within=30.0)
