@@ -167,7 +167,8 @@ class LocalCluster:
                 self._check_routers()
                 models = await client.models()
                 if any(
-                    model.prefill_workers >= pools.prefill_workers
+                    model.ready
+                    and model.prefill_workers >= pools.prefill_workers
                     and model.decode_workers >= pools.decode_workers
                     for model in models
                 ):

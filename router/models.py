@@ -46,6 +46,11 @@ class _Members:
         """Whether a request can be placed at all."""
         return self.ready(worker_pb2.ROLE_PREFILL) > 0 and self.ready(worker_pb2.ROLE_DECODE) > 0
 
+    @property
+    def servable(self) -> bool:
+        """Whether a request can be understood and placed."""
+        return self.complete and self.tokenizer is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -129,7 +134,7 @@ class ModelTable:
     @property
     def servable(self) -> bool:
         """Whether any model can be asked now."""
-        return any(members.complete and members.tokenizer for members in self._members.values())
+        return any(members.servable for members in self._members.values())
 
     def models(self) -> list[pb.Model]:
         """One entry a model, ordered by name."""
@@ -147,6 +152,7 @@ class ModelTable:
                     block_tokens=best.group.block_tokens,
                     prefill_workers=sum(members.ready(worker_pb2.ROLE_PREFILL) for members in groups),
                     decode_workers=sum(members.ready(worker_pb2.ROLE_DECODE) for members in groups),
+                    ready=best.servable,
                 )
             )
         return answer

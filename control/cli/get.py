@@ -52,11 +52,21 @@ def models(
                     "block_tokens": model.block_tokens,
                     "prefill_workers": model.prefill_workers,
                     "decode_workers": model.decode_workers,
+                    "ready": model.ready,
                 }
                 for model in await client.models()
             ]
 
-    columns = ["name", "family", "context", "vocab", "block_tokens", "prefill_workers", "decode_workers"]
+    columns = [
+        "name",
+        "family",
+        "context",
+        "vocab",
+        "block_tokens",
+        "prefill_workers",
+        "decode_workers",
+        "ready",
+    ]
     emit_rows(run_command(ask()), columns, output)
 
 

@@ -86,7 +86,9 @@ class System:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             while True:
                 models = (await stub.ListModels(pb.ListModelsRequest())).models
-                if [(m.prefill_workers, m.decode_workers) for m in models] == [(prefill, decode)]:
+                if [(m.ready, m.prefill_workers, m.decode_workers) for m in models] == [
+                    (True, prefill, decode)
+                ]:
                     break
                 await asyncio.sleep(0.05)
         async with asyncio.timeout(10):

@@ -199,7 +199,10 @@ class Fleet:
                     models = await client.models()
                 except TwinpoolError:
                     models = []
-                if any([model.prefill_workers, model.decode_workers] == wanted for model in models):
+                if any(
+                    model.ready and [model.prefill_workers, model.decode_workers] == wanted
+                    for model in models
+                ):
                     return
                 assert time.monotonic() < deadline, f"the router sees {models}, not {wanted}"
                 await asyncio.sleep(0.05)

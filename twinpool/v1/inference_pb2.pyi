@@ -828,6 +828,7 @@ class Model(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     DECODE_WORKERS_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to use in requests."""
     family: _builtins.str
@@ -842,6 +843,8 @@ class Model(_message.Message):
     """Ready prefill workers."""
     decode_workers: _builtins.int
     """Ready decode workers."""
+    ready: _builtins.bool
+    """Whether it can be asked now: workers of both roles are ready, and this router has loaded its tokenizer."""
     def __init__(
         self,
         *,
@@ -852,10 +855,11 @@ class Model(_message.Message):
         block_tokens: _builtins.int = ...,
         prefill_workers: _builtins.int = ...,
         decode_workers: _builtins.int = ...,
+        ready: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "decode_workers", b"decode_workers", "family", b"family", "max_context_tokens", b"max_context_tokens", "name", b"name", "prefill_workers", b"prefill_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "decode_workers", b"decode_workers", "family", b"family", "max_context_tokens", b"max_context_tokens", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -161,6 +161,7 @@ async def test_models(model_path: Path) -> None:
                 block_tokens=16,
                 prefill_workers=2,
                 decode_workers=1,
+                ready=True,
             )
         ]
 
