@@ -53,6 +53,8 @@ def demo(
         "kv.num_blocks": 256,
         "pools.prefill_workers": prefill,
         "pools.decode_workers": decode,
+        # On an idle machine the decode worker may as well compute a prompt itself; here each answer shows a hand-off.
+        "router.local_prefill": False,
         "log.level": "warning",
     }
     config = read_config(None, overrides | parse_settings(setting or []))
