@@ -80,6 +80,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             prompt.root,
             max_new_tokens=0,
             priority=attempt.work.priority,
+            preemptible=attempt.work.preemptible,
             arrival=attempt.arrived,
         )
         self._computing[attempt.seq] = attempt

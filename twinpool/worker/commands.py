@@ -107,6 +107,7 @@ class PrefillWork:
     priority: int
     deadline_seconds: float | None
     prefix: PrefixSource | None = None
+    preemptible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class DecodeWork:
     priority: int
     deadline_seconds: float | None
     prefix: PrefixSource | None = None
+    preemptible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits) -> PrefillWork:
         priority=command.priority,
         deadline_seconds=_deadline(command),
         prefix=_prefix(command, prompt),
+        preemptible=command.preemptible if command.HasField("preemptible") else True,
     )
 
 
@@ -208,6 +211,7 @@ def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
         priority=command.priority,
         deadline_seconds=_deadline(command),
         prefix=_prefix(command, prompt),
+        preemptible=command.preemptible if command.HasField("preemptible") else True,
     )
 
 

@@ -25,6 +25,7 @@ def decode_command(
     deadline: float | None = None,
     *,
     prefix: pb.PrefixSource | None = None,
+    preemptible: bool | None = None,
     local: bool = False,
     **spec: object,
 ) -> pb.SessionRequest:
@@ -36,6 +37,7 @@ def decode_command(
         owner=None if local else worker_id(pair.prefill.key),
         owner_endpoint="" if local else "127.0.0.1:1",
         prefix=prefix,
+        preemptible=preemptible,
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(decode=command)
@@ -49,6 +51,7 @@ def prefill_command(
     deadline: float | None = None,
     *,
     prefix: pb.PrefixSource | None = None,
+    preemptible: bool | None = None,
     **spec: object,
 ) -> pb.SessionRequest:
     command = pb.PrefillCommand(
@@ -58,6 +61,7 @@ def prefill_command(
         reader=worker_id(pair.decode.key),
         reader_cached_blocks=cached,
         prefix=prefix,
+        preemptible=preemptible,
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(prefill=command)
