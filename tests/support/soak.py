@@ -31,11 +31,13 @@ CHANCES = {
     "report": 0.03,
     "delay": 0.2,
     "delay_seconds": 0.3,
+    "late": 0.01,
+    "late_seconds": 3.0,
     "drop": 0.1,
     "duplicate": 0.1,
     "twice": 0.01,
 }
-"""Of each read, and of each message that a network may lose or repeat."""
+"""Of each read, and of each message that a network may lose or repeat. A late read is later than its deadline and the lease."""
 
 TRUE_REASONS = {
     "WORKER_LOST",
