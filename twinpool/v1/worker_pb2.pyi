@@ -727,7 +727,7 @@ class PrefillDone(_message.Message):
 
     @_builtins.property
     def compute_time(self) -> _duration_pb2.Duration:
-        """From the first chunk's start to the first token."""
+        """Of the steps that computed it, its share by tokens."""
 
     @_builtins.property
     def fetched(self) -> Global___PrefixFetched:

@@ -152,7 +152,7 @@ def test_every_limit_of_the_configuration_reaches_the_core() -> None:
     section = RouterSection(
         max_queue_requests=11, max_queue_tokens=12, max_queue_bytes=2000, queue_ttl_seconds=14.0, max_attempts=5,
         ageing_seconds=16.0, prefill_window_tokens=17, transfer_window_requests=18, max_tenant_requests=19,
-        tenant_tokens_per_second=20.0, tenant_burst_tokens=21.0,
+        tenant_tokens_per_second=20.0, tenant_burst_tokens=21.0, order_stretch=3.0,
     )  # fmt: skip
     config = core_config(section)
     for name in AdmissionConfig.FIELDS:
