@@ -85,6 +85,7 @@ class Half:
     """What both processes have: a pool, its generations, a transfer thread whose callbacks run in ``drain``."""
 
     def __init__(self, name: str, setting: Setting) -> None:
+        torch.set_num_threads(1)
         self.key = WorkerKey(name, new_incarnation())
         self.pool = setting.pool()
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -98,7 +99,8 @@ class Half:
 
 
 def serve(connection: Connection, setting: Setting, reader: WorkerKey) -> None:
-    """The owner's process. It answers the pipe: ``bytes`` is a reader's message, an offer is (request, blocks)."""
+    """The owner's process. It answers the pipe: ``bytes`` is a reader's message, an offer is (request, chunks, pace), with
+    ``pace`` seconds before each chunk in which it stands for being computed."""
     owner = Half("owner", setting)
     for block in range(setting.num_blocks):
         owner.pool.block_bytes_view(block).view(torch.int64).copy_(
@@ -120,7 +122,6 @@ def serve(connection: Connection, setting: Setting, reader: WorkerKey) -> None:
     )
     book.reader_opened(_STREAM, reader)
     connection.send(owner.descriptor)
-    token = [worker_pb2.FirstToken(index=0, token_id=7)]
     while True:
         message = connection.recv()
         if isinstance(message, bytes):
@@ -129,11 +130,23 @@ def serve(connection: Connection, setting: Setting, reader: WorkerKey) -> None:
         elif message is None:
             break
         else:
-            request_id, numbers = message
-            attempt = AttemptKey(request_id, 1)
-            book.begin(attempt, [reader])
-            book.complete(time.monotonic(), attempt, 0, numbers, len(numbers) * BLOCK_TOKENS, token)
+            offer(book, reader, *message)
     owner.thread.stop()
+
+
+def offer(book: OfferBook, reader: WorkerKey, request_id: str, chunks: list[Blocks], pace: float) -> None:
+    """Announces the chunks of one prompt, one by one."""
+    attempt, first = AttemptKey(request_id, 1), 0
+    book.begin(attempt, [reader])
+    token = [worker_pb2.FirstToken(index=0, token_id=7)]
+    for number, blocks in enumerate(chunks, start=1):
+        time.sleep(pace)  # computing, on a GPU
+        length = (first + len(blocks)) * BLOCK_TOKENS
+        if number < len(chunks):
+            book.announce(time.monotonic(), attempt, first, blocks, length)
+        else:
+            book.complete(time.monotonic(), attempt, first, blocks, length, token)
+        first += len(blocks)
 
 
 @dataclass(slots=True)
@@ -181,22 +194,47 @@ class Product:
 
     def read(self, remote: Blocks, local: Blocks) -> float:
         """Seconds from the ticket's arrival to the proof that its blocks are here."""
-        self._count += 1
-        attempt = AttemptKey(f"pull-{self._count}", 1)
-        shape = PromptShape(len(remote) * BLOCK_TOKENS, BLOCK_TOKENS, 0)
-        end = _End()
-        self._pulls.expect(time.monotonic(), attempt, self.owner.worker, shape, local, end)
-        self._owner.send((attempt.request_id, remote))
+        end = self._expect([remote], local, 0.0)
         ticket = self._owner.recv()
         began = time.perf_counter()
         self._hear(ticket)
+        return self._finish(end) - began
+
+    def read_chunks(self, chunks: list[Blocks], local: Blocks, pace: float) -> tuple[float, float]:
+        """Seconds of a whole prompt from its start, and from the arrival of its last ticket, until all is proven."""
+        began = time.perf_counter()
+        end = self._expect(chunks, local, pace)
+        heard = 0
+        while heard < len(chunks):
+            # Callbacks of earlier chunks run while later ones are computed.
+            if self._owner.poll(50e-6):
+                ticket = self._owner.recv()
+                last = time.perf_counter()
+                self._hear(ticket)
+                heard += 1
+            while not self.half.calls.empty():
+                self.half.calls.get()()
+        done = self._finish(end)
+        return done - began, done - last
+
+    def _expect(self, chunks: list[Blocks], local: Blocks, pace: float) -> _End:
+        self._count += 1
+        attempt = AttemptKey(f"pull-{self._count}", 1)
+        shape = PromptShape(sum(map(len, chunks)) * BLOCK_TOKENS, BLOCK_TOKENS, 0)
+        end = _End()
+        self._pulls.expect(time.monotonic(), attempt, self.owner.worker, shape, local, end)
+        self._owner.send((attempt.request_id, chunks, pace))
+        return end
+
+    def _finish(self, end: _End) -> float:
+        """Waits for the end of a pull; when it was."""
         while not end.ready and end.failure is None:
             self.half.calls.get()()
-        seconds = time.perf_counter() - began
+        done = time.perf_counter()
         assert end.failure is None, end.failure
         while self._pulls.unreleased:
             self._hear(self._owner.recv())
-        return seconds
+        return done
 
     def close(self) -> None:
         """Ends the owner's process."""
