@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 
 from twinpool.engine.sampling import SequenceDraw
+from twinpool.tracing import OFF, Span
 from twinpool.transfer.base import AttemptKey
 from twinpool.transfer.session import PullSession
 from twinpool.v1.worker_pb2 import FirstToken, PrefixFetched
@@ -46,6 +47,9 @@ class DecodeAttempt:
     started: float | None = None
     told_reserved: bool = False
     pull: PullSession | None = None
+    transfer_span: Span = OFF
+    decode_span: Span = OFF
+    prefill_traceparent: str = ""
     unforked: list[FirstToken] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)

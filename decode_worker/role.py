@@ -14,6 +14,7 @@ write to go into quarantine until that read is over.
 
 from collections.abc import Sequence
 
+from twinpool import tracing
 from twinpool._core import StepPlan
 from twinpool.decode_worker.attempt import Choice, DecodeAttempt
 from twinpool.decode_worker.local import LocalPrefills
@@ -29,7 +30,7 @@ from twinpool.worker.commands import CommandError, DecodeWork, Reason
 from twinpool.worker.first_tokens import first_tokens
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.quarantine import PullQuarantine
-from twinpool.worker.role_base import RoleBase
+from twinpool.worker.role_base import RoleBase, ending
 
 
 def make_handler(parts: WorkerParts) -> "DecodeRole":
@@ -100,6 +101,9 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         shape = PromptShape(len(prompt), self._limits.block_tokens, cached)
         local = self._scheduler.blocks(seq)[cached : shape.prompt_blocks]
         self._endpoints[owner] = work.owner_endpoint
+        attempt.transfer_span = tracing.start(
+            "worker.transfer", work.traceparent, attempt=work.key.attempt, cached_blocks=cached
+        )
         attempt.pull = self._pulls.expect(self._clock(), work.key, owner, shape, local, self)
         if owner in self._open_owners:
             self._tell_reserved(attempt)
@@ -161,6 +165,10 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def _received(self, attempt: DecodeAttempt, session: PullSession, first: list[pb.FirstToken]) -> None:
         attempt.pull = None
+        attempt.prefill_traceparent = session.traceparent
+        attempt.transfer_span.link(session.traceparent)
+        attempt.transfer_span.set(blocks=session.stats.blocks, bytes=session.stats.size_bytes)
+        attempt.transfer_span.end()
         work = attempt.work
         vocab = self._limits.vocab_size
         if [token.index for token in first] != list(range(work.draw.n)) or any(
@@ -228,6 +236,13 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def _decode(self, attempt: DecodeAttempt, index: int, seq: int, draw: SequenceDraw) -> None:
         """The choice decodes from the next step on."""
+        if attempt.decode_span is tracing.OFF:
+            attempt.decode_span = tracing.start(
+                "worker.decode",
+                attempt.work.traceparent,
+                links=[attempt.prefill_traceparent],
+                attempt=attempt.key.attempt,
+            )
         attempt.choices[index] = self._choices[seq] = Choice(attempt, index, seq, draw)
 
     def _drop_forks(self, attempt: DecodeAttempt) -> None:
@@ -308,6 +323,8 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def _free(self, attempt: DecodeAttempt, reason: Reason | None, detail: str) -> None:
         self._stop_fetch(attempt)
+        for span in (attempt.transfer_span, attempt.decode_span):
+            span.end(ending(reason))
         self._starting.pop(attempt, None)
         for choice in list(attempt.choices.values()):
             del self._choices[choice.seq]

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from twinpool.engine.sampling import SequenceDraw
+from twinpool.tracing import OFF, Span
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1.worker_pb2 import PrefixFetched
 from twinpool.worker.commands import PrefillWork
@@ -15,7 +16,8 @@ class PrefillAttempt:
     """From the command until the reader has let go of the last block.
 
     ``seq`` is the sequence that is computed: None while a prefix is fetched, and once the prompt is done and only the
-    offer holds its blocks. ``compute_seconds`` is its share of the steps that computed it. ``offered`` is the prompt block that is announced next. Times are on the step loop's clock.
+    offer holds its blocks. ``compute_seconds`` is its share of the steps that computed it. ``offered`` is the prompt block
+    that is announced next. Times are on the step loop's clock.
     """
 
     work: PrefillWork
@@ -30,6 +32,7 @@ class PrefillAttempt:
     compute_seconds: float = 0.0
     fetch: PrefixFetch | None = None
     fetched: PrefixFetched | None = None
+    span: Span = OFF
 
     @property
     def key(self) -> AttemptKey:

@@ -10,6 +10,7 @@ the rest is computed. The offer's pins outlive the sequence: they end by the rea
 cancel.
 """
 
+from twinpool import tracing
 from twinpool._core import StepPlan
 from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.logs import get_logger
@@ -21,7 +22,7 @@ from twinpool.worker.commands import CommandError, PrefillWork, Reason
 from twinpool.worker.first_tokens import first_draw, first_tokens
 from twinpool.worker.load import duration
 from twinpool.worker.parts import WorkerParts
-from twinpool.worker.role_base import RoleBase
+from twinpool.worker.role_base import RoleBase, ending
 
 log = get_logger(__name__)
 
@@ -68,6 +69,9 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             draw=first_draw(work.draw, work.prompt),
             offered=work.reader_cached_blocks,
             arrived=self._clock(),
+            span=tracing.start(
+                "worker.prefill", work.traceparent, attempt=work.key.attempt, prompt_tokens=len(work.prompt)
+            ),
         )
         self._attempts.add(attempt)
         self._with_prefix(attempt, work, self._schedule)
@@ -137,10 +141,14 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         drawn = first_tokens(attempt.draw, result, index)
         blocks = self._scheduler.blocks(seq)[attempt.offered : self._limits.blocks_of(length)]
         # The pins are taken here, so the sequence can go.
-        self._offers.complete(now, attempt.key, attempt.offered, blocks, length, drawn)
+        self._offers.complete(
+            now, attempt.key, attempt.offered, blocks, length, drawn, attempt.span.traceparent
+        )
         cached = self._scheduler.cached_tokens(seq)
         self._count_prefix(length, cached)
         attempt.done = True
+        attempt.span.set(cached_tokens=cached)
+        attempt.span.end()
         self._release(attempt)
         started = attempt.arrived if attempt.started is None else attempt.started
         done = pb.PrefillDone(
@@ -169,6 +177,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
 
     def _free(self, attempt: PrefillAttempt, reason: Reason | None, detail: str) -> None:
         self._stop_fetch(attempt)
+        attempt.span.end(ending(reason))
         self._release(attempt)
         if reason is not None:
             self._offers.fail(attempt.key, reason, detail)

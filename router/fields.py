@@ -120,6 +120,7 @@ def decode_command(
         preemptible=prepared.preemptible,
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None and owner is None else None,
+        traceparent=prepared.span.traceparent,
     )
 
 
@@ -142,4 +143,5 @@ def prefill_command(
         preemptible=prepared.preemptible,
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None else None,
+        traceparent=prepared.span.traceparent,
     )

@@ -236,7 +236,7 @@ class Lifecycle:
         self.hops = hops
         self.prepared = prepared
         self.new_answer = new_answer
-        self.clock = HopClock(prepared.arrival, prepared.tokenized)
+        self.clock = HopClock(prepared.arrival, prepared.tokenized, prepared.span)
         self.attempt: Attempt | None = None
         self._request = 0
         self._over = False

@@ -8,7 +8,7 @@ from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from twinpool import logs, metrics, rpc
+from twinpool import logs, metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
@@ -41,6 +41,7 @@ async def _run(config: TwinpoolConfig) -> int:
     stopping = stop_event()
     name = config.router.name or f"router-{secrets.token_hex(4)}"
     logs.bind_context(router=name)
+    tracing.setup(config.tracing, "router", name)
     metrics_endpoint = ""
     if config.metrics.enabled:
         port = metrics.start_http(config.metrics.host, config.metrics.port)
@@ -82,6 +83,7 @@ async def _run(config: TwinpoolConfig) -> int:
         await router.stop(config.router.drain_timeout_seconds)
         await watch.stop()
         await asyncio.to_thread(segments.close)
+        await asyncio.to_thread(tracing.shutdown)
         await asyncio.to_thread(store.close)
         log.info("router_stopped")
 

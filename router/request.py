@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinpool.rpc import Deadline
+from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as inference
 
 # gRPC ends a call at its deadline by another clock than ours.
@@ -103,6 +104,7 @@ class Prepared:
     arrival: float
     tokenized: float
     deadline: Deadline
+    span: Span = OFF
 
     @property
     def prompt_tokens(self) -> int:

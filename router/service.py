@@ -13,7 +13,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from twinpool import metrics
+from twinpool import metrics, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.ids import new_request_id
@@ -28,6 +28,7 @@ from twinpool.router.utf8 import Unparsed, lenient, refuse_unknown_fields
 from twinpool.router.validate import check_length, check_params, check_vocabulary
 from twinpool.rpc import Deadline
 from twinpool.text import TextStream
+from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
 
 log = get_logger(__name__)
@@ -58,18 +59,23 @@ class InferenceService:
         """See the protocol."""
         arrival = time.monotonic()
         deadline = Deadline.of_call(context)
+        parent = tracing.traceparent_of(context.invocation_metadata())
+        span, ended = tracing.start("generate", parent, began=arrival), ""
         metrics.ROUTER_INFLIGHT_REQUESTS.inc()
         try:
-            await self._generate(_parsed(request), context, arrival, deadline)
+            await self._generate(_parsed(request), context, arrival, deadline, span)
         except asyncio.CancelledError:
-            _count("DEADLINE_EXCEEDED" if passed(deadline) else "CANCELLED")
+            ended = "DEADLINE_EXCEEDED" if passed(deadline) else "CANCELLED"
+            _count(ended)
             raise
         except Exception as error:
-            _count(as_twinpool_error(error).reason)
+            ended = as_twinpool_error(error).reason
+            _count(ended)
             raise
         else:
             metrics.ROUTER_REQUESTS.labels("OK", "").inc()
         finally:
+            span.end(ended)
             metrics.ROUTER_INFLIGHT_REQUESTS.dec()
 
     async def Tokenize(self, request: pb.TokenizeRequest | Unparsed, context: Context) -> pb.TokenizeResponse:
@@ -92,7 +98,7 @@ class InferenceService:
     # --- inside ---------------------------------------------------------------------------
 
     async def _generate(
-        self, request: pb.GenerateRequest, context: Context, arrival: float, deadline: Deadline
+        self, request: pb.GenerateRequest, context: Context, arrival: float, deadline: Deadline, span: Span
     ) -> None:
         if self._draining:
             raise TwinpoolError("DRAINING", "this router is shutting down", retry_after=0.5)
@@ -108,7 +114,7 @@ class InferenceService:
             self._running.add(name)
         try:
             target = self._models.resolve(request.model)
-            prepared = await self._prepare(request, target, arrival, deadline)
+            prepared = await self._prepare(request, target, arrival, deadline, span)
             spec = AnswerSpec(
                 n=prepared.n,
                 logprobs=prepared.logprobs is not None,
@@ -128,7 +134,7 @@ class InferenceService:
             self._running.discard(name)
 
     async def _prepare(
-        self, request: pb.GenerateRequest, target: Target, arrival: float, deadline: Deadline
+        self, request: pb.GenerateRequest, target: Target, arrival: float, deadline: Deadline, span: Span
     ) -> Prepared:
         """Validate, tokenise, hash. Nothing is reserved anywhere yet."""
         group = target.group
@@ -139,6 +145,7 @@ class InferenceService:
         root, hashes = hash_prompt(tokens, group, params.tenant, params.adapter)
         own = () if params.ignore_eos else group.eos_token_ids
         request_id = new_request_id()
+        span.set(request_id=request_id, model=group.model, prompt_tokens=len(tokens), choices=params.n)
         return Prepared(
             request_id=request_id,
             client_id=request.request_id or request_id,
@@ -161,6 +168,7 @@ class InferenceService:
             arrival=arrival,
             tokenized=time.monotonic(),
             deadline=deadline,
+            span=span,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 from prometheus_client import Histogram
 
 from twinpool import metrics
+from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as pb
 
 
@@ -35,10 +36,11 @@ class HopClock:
     """Where the time went. Every moment between arrival and the last mark belongs to exactly one hop; what a failed
     attempt took stays with the hops that it reached, and the time until it was placed anew with the queue."""
 
-    __slots__ = ("_arrival", "_first_token", "_last", "_spent", "_tokens_at")
+    __slots__ = ("_arrival", "_first_token", "_last", "_span", "_spent", "_tokens_at")
 
-    def __init__(self, arrival: float, tokenized: float) -> None:
-        """Both in ``time.monotonic`` seconds."""
+    def __init__(self, arrival: float, tokenized: float, span: Span = OFF) -> None:
+        """Both in ``time.monotonic`` seconds. ``span`` gets a child for each hop."""
+        self._span = span
         self._arrival = arrival
         self._last = arrival
         self._spent: dict[str, float] = {}
@@ -49,6 +51,7 @@ class HopClock:
     def mark(self, hop: Hop, now: float | None = None) -> float:
         """``hop`` ends now. Returns what it took, in seconds."""
         at = time.monotonic() if now is None else now
+        self._span.child(hop.name, self._last, at)
         took, self._last = at - self._last, at
         self._spent[hop.name] = self._spent.get(hop.name, 0.0) + took
         if hop.histogram is not None:

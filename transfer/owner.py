@@ -125,14 +125,18 @@ class OfferBook:
         blocks: Blocks,
         length_tokens: int,
         first_tokens: Sequence[worker_pb2.FirstToken],
+        traceparent: str = "",
     ) -> bool:
-        """As :meth:`announce`, for the last blocks of the prompt, maybe none, with the first token of each choice."""
+        """As :meth:`announce`, for the last blocks of the prompt, maybe none, with the first token of each choice.
+        ``traceparent`` names the span in which the prompt was computed."""
         offer = self._offers.get(attempt)
         if offer is None:
             return False
         ticket = self._ticket(now, offer, first_block, blocks, length_tokens)
         offer.complete = True
-        complete = handoff_pb2.PrefillComplete(ticket=ticket, first_tokens=first_tokens)
+        complete = handoff_pb2.PrefillComplete(
+            ticket=ticket, first_tokens=first_tokens, traceparent=traceparent
+        )
         self._tell(offer, handoff_pb2.ExchangeResponse(complete=complete))
         return True
 

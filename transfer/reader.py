@@ -208,6 +208,9 @@ class PullManager:
         if kind == "chunk_ready":
             self._on_ticket(owner, message.chunk_ready, None)
         elif kind == "complete":
+            session = self._sessions.get(AttemptKey.of(message.complete.ticket.id))
+            if session is not None:
+                session.traceparent = message.complete.traceparent
             self._on_ticket(owner, message.complete.ticket, message.complete.first_tokens)
         elif kind == "failed":
             self._on_failed(owner, message.failed)

@@ -120,6 +120,7 @@ class PullSession:
         self.renew_at: float | None = None
         self.expires_at: float | None = None  # when it has waited too long; None: its attempt knows
         self.lease_seconds = 0.0
+        self.traceparent = ""  # of the owner's span, once it is complete
         self.first_tokens: Sequence[worker_pb2.FirstToken] | None = None
         self._local = local
         self._block_bytes = block_bytes

@@ -101,10 +101,12 @@ class Client:
         await self._channel.close(None)
 
     async def stream(
-        self, message: pb.GenerateRequest, *, timeout: float | None = None
+        self, message: pb.GenerateRequest, *, timeout: float | None = None, traceparent: str = ""
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yields the events of an answer. Leaving the loop early cancels the request. ``timeout`` in seconds."""
-        call = self._stub.Generate(message, timeout=timeout)
+        """Yields the events of an answer. Leaving the loop early cancels the request. ``timeout`` in seconds;
+        ``traceparent`` is the W3C trace context of the caller's span."""
+        metadata = (("traceparent", traceparent),) if traceparent else None
+        call = self._stub.Generate(message, timeout=timeout, metadata=metadata)
         try:
             async for event in call:
                 yield event

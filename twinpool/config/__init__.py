@@ -16,6 +16,7 @@ from twinpool.config.sections import (
     RpcConfig,
     SchedulerSection,
     TlsConfig,
+    TracingConfig,
     TransferConfig,
     WorkerSection,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "RpcConfig",
     "SchedulerSection",
     "TlsConfig",
+    "TracingConfig",
     "TransferConfig",
     "TwinpoolConfig",
     "WorkerSection",

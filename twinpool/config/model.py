@@ -23,6 +23,7 @@ from twinpool.config.sections import (
     RpcConfig,
     SchedulerSection,
     TlsConfig,
+    TracingConfig,
     TransferConfig,
     WorkerSection,
 )
@@ -60,6 +61,7 @@ class TwinpoolConfig(BaseSettings):
     tls: TlsConfig = Field(default_factory=TlsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @classmethod
     def settings_customise_sources(

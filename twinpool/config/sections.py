@@ -279,6 +279,21 @@ class MetricsConfig(Section):
     port: int = Field(default=0, ge=0, le=65535, description="Port; 0: a free one.")
 
 
+class TracingConfig(Section):
+    """Spans of requests, by OpenTelemetry."""
+
+    endpoint: str = Field(
+        default="",
+        description="Collector that takes OTLP over gRPC, as http://host:port; empty: nothing is traced. Needs twinpool[tracing].",
+    )
+    sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced where the client has not decided, 0 to 1.",
+    )
+
+
 class TlsConfig(Section):
     """Mutual TLS of every gRPC connection inside the cluster. All three files, or none."""
 

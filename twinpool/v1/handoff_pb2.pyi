@@ -456,6 +456,9 @@ class PrefillComplete(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context of the span in which the prompt was computed; empty if it is not traced."""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """The last blocks."""
@@ -469,10 +472,11 @@ class PrefillComplete(_message.Message):
         *,
         ticket: Global___Ticket | None = ...,
         first_tokens: _abc.Iterable[_worker_pb2.FirstToken] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -352,12 +352,15 @@ class PrefillCommand(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     reader_cached_blocks: _builtins.int
     """Leading blocks that the reader already holds and will not read."""
     priority: _builtins.int
     """Higher goes first."""
     preemptible: _builtins.bool
     """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
+    traceparent: _builtins.str
+    """W3C trace context of the request's span; empty if it is not traced."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -394,10 +397,11 @@ class PrefillCommand(_message.Message):
         deadline: _duration_pb2.Duration | None = ...,
         prefix: Global___PrefixSource | None = ...,
         preemptible: _builtins.bool | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -420,12 +424,15 @@ class DecodeCommand(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
     """Higher goes first."""
     preemptible: _builtins.bool
     """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
+    traceparent: _builtins.str
+    """W3C trace context of the request's span; empty if it is not traced."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -464,10 +471,11 @@ class DecodeCommand(_message.Message):
         deadline: _duration_pb2.Duration | None = ...,
         prefix: Global___PrefixSource | None = ...,
         preemptible: _builtins.bool | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015

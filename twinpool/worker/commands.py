@@ -108,6 +108,7 @@ class PrefillWork:
     deadline_seconds: float | None
     prefix: PrefixSource | None = None
     preemptible: bool = True
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class DecodeWork:
     deadline_seconds: float | None
     prefix: PrefixSource | None = None
     preemptible: bool = True
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits) -> PrefillWork:
         deadline_seconds=_deadline(command),
         prefix=_prefix(command, prompt),
         preemptible=command.preemptible if command.HasField("preemptible") else True,
+        traceparent=command.traceparent,
     )
 
 
@@ -212,6 +215,7 @@ def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
         deadline_seconds=_deadline(command),
         prefix=_prefix(command, prompt),
         preemptible=command.preemptible if command.HasField("preemptible") else True,
+        traceparent=command.traceparent,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from twinpool import metrics, rpc
+from twinpool import metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import ConfigError
 from twinpool.ids import WorkerKey, new_incarnation
@@ -132,6 +132,7 @@ class WorkerHost:
         self._server = rpc.Server(config.rpc, config.tls)
         port = self._server.bind(config.worker.host, config.worker.port)
         self.endpoint = rpc.join_address(config.worker.host, port)
+        tracing.setup(config.tracing, self._role_name, self.key.name)
         if config.metrics.enabled:
             metrics_port = metrics.start_http(config.metrics.host, config.metrics.port)
             self.metrics_endpoint = rpc.join_address(config.metrics.host, metrics_port)
@@ -270,6 +271,7 @@ class WorkerHost:
             await _quietly("server", self._server.stop(STREAM_GRACE_SECONDS))
         if self._serving is not None:
             await _quietly("threads", self._serving.stop())
+        await _quietly("tracing", asyncio.to_thread(tracing.shutdown))
         if self._events is not None:
             await _quietly("events", asyncio.to_thread(self._events.close))
         if self._store is not None:

@@ -38,6 +38,11 @@ P = ParamSpec("P")
 W = TypeVar("W", PrefillWork, DecodeWork)
 
 
+def ending(reason: Reason | None) -> str:
+    """How a span calls the end of an attempt; "" for success."""
+    return "" if reason is None else pb.FailureReason.Name(reason).removeprefix("FAILURE_REASON_")
+
+
 class RoleBase(ABC, Generic[A, W]):
     """Attempts of kind ``A`` that start with work of kind ``W``. Step thread only."""
 

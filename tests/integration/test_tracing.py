@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's spans over three real processes: one trace, one span a hop, the legs linked."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.support.collector import Collector, Seen, running_collector
+from tests.support.fleet import BLOCK, Fleet, running_fleet
+from tests.support.steps import prompt
+from twinpool.client import request
+from twinpool.engine.tiny import write_tiny
+
+pytestmark = pytest.mark.integration
+
+HOPS = ["tokenize", "queue", "reserve", "prefill", "handoff", "decode"]
+CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_one_trace_over_router_and_workers(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "deepseek_v3", seed=7)
+    workers = {"prefill-0": "prefill", "decode-0": "decode"}
+    with running_collector() as (collector, endpoint):
+        tracing: dict[str, object] = {"tracing.endpoint": endpoint}
+        with running_fleet(tmp_path, model, workers, tracing) as fleet:
+            asyncio.run(asked(fleet, tracing))
+            # Their ends export what is left.
+            for worker in fleet.live:
+                worker.stop()
+            assert fleet.router is not None
+            fleet.router.terminate()
+            fleet.router.wait(20)
+        check(collector)
+
+
+async def asked(fleet: Fleet, settings: dict[str, object]) -> None:
+    await fleet.start_router(settings)
+    async with fleet.client() as client:
+        message = request(prompt(5 * BLOCK + 3, 1), max_tokens=4, temperature=0.0, ignore_eos=True)
+        parent = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
+        async for _ in client.stream(message, traceparent=parent):
+            pass
+        # One that the client does not trace has a trace of its own.
+        async for _ in client.stream(message):
+            pass
+
+
+def check(collector: Collector) -> None:
+    spans = [span for span in collector.spans if span.trace == CLIENT_TRACE]
+    by_name = {span.name: span for span in spans}
+    assert len(by_name) == len(spans), "a span came twice"
+    assert sorted(by_name) == sorted(
+        ["generate", *HOPS, "worker.prefill", "worker.transfer", "worker.decode"]
+    )
+    root = by_name["generate"]
+    assert root.parent == CLIENT_SPAN
+    assert {span.parent for span in spans if span is not root} == {root.span}
+    assert by_name["worker.prefill"].service == "twinpool-prefill"
+    assert by_name["worker.transfer"].service == by_name["worker.decode"].service == "twinpool-decode"
+    assert {by_name[name].service for name in ("generate", *HOPS)} == {"twinpool-router"}
+    for name in ("worker.transfer", "worker.decode"):
+        assert by_name[name].links == (by_name["worker.prefill"].span,), name
+    assert by_name["worker.transfer"].attributes["twinpool.blocks"] == 6
+    assert root.attributes["twinpool.prompt_tokens"] == 5 * BLOCK + 3
+    one_after_another([by_name[name] for name in HOPS])
+    others = {span.trace for span in collector.spans} - {CLIENT_TRACE}
+    assert len(others) == 1
+
+
+def one_after_another(hops: list[Seen]) -> None:
+    for before, after in itertools.pairwise(hops):
+        assert before.began <= before.ended
+        assert abs(after.began - before.ended) < 1000, (before.name, after.name)
