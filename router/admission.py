@@ -51,6 +51,7 @@ def core_config(limits: RouterSection) -> AdmissionConfig:
         max_queue_bytes=limits.max_queue_bytes,
         queue_ttl_seconds=limits.queue_ttl_seconds,
         max_attempts=limits.max_attempts,
+        max_resumes=limits.max_resumes,
         ageing_seconds=limits.ageing_seconds,
         max_tenant_requests=limits.max_tenant_requests,
         tenant_tokens_per_second=limits.tenant_tokens_per_second,
@@ -127,6 +128,10 @@ class Admission:
             log.debug("event_not_applied", fsm_event=event, state=transition.state, attempt=attempt)
         self.kick()
         return transition
+
+    def extend(self, request: int, prepared: Prepared) -> None:
+        """What the client has of the answer is part of the prompt now."""
+        self.core.extend(request, prepared.prompt_tokens, prepared.remaining_tokens, prepared.hashes)
 
     def forget(self, request: int) -> None:
         """Ends the router's interest in a request. One that has not ended by now is cancelled."""

@@ -158,7 +158,11 @@ bool RouterCore::on_tokens(double now, Request& request, std::string_view detail
 }
 
 bool RouterCore::attempts_left(const Request& request) const noexcept {
-  return !request.delivered && request.failures + 1 < config_.max_attempts;
+  return request.delivered ? request.resumes < config_.max_resumes : request.failures + 1 < config_.max_attempts;
+}
+
+void RouterCore::count_failure(Request& request) noexcept {
+  ++(request.delivered ? request.resumes : request.failures);
 }
 
 bool RouterCore::on_worker_lost(double now, Request& request, std::string_view detail) {
@@ -171,7 +175,7 @@ bool RouterCore::on_worker_lost(double now, Request& request, std::string_view d
   if (!applied || std::holds_alternative<Decoding>(request.state)) {
     return applied;
   }
-  ++request.failures;
+  count_failure(request);
   request.avoid.push_back(leg == Leg::prefill ? pair.prefill : pair.decode);
   return true;
 }
@@ -190,7 +194,7 @@ bool RouterCore::on_attempt_failed(double now, Request& request, std::string_vie
   if (!applied) {
     return false;
   }
-  ++request.failures;
+  count_failure(request);
   if (leg != Leg::decode) {
     request.avoid.push_back(pair.prefill);
   }

@@ -107,7 +107,15 @@ class RouterSection(Section):
         le=86400,
         description="A waiting request rises one priority each time this passes, in seconds.",
     )
-    max_attempts: int = Field(default=3, ge=1, le=100, description="Most placements of one request.")
+    max_attempts: int = Field(
+        default=3, ge=1, le=100, description="Most placements of one request until its client has a token."
+    )
+    max_resumes: int = Field(
+        default=4,
+        ge=0,
+        le=1000,
+        description="How often an answer of which the client has tokens goes on at the next token on other workers. 0: it fails.",
+    )
     prefill_window_tokens: int = Field(
         default=16384,
         ge=1,
