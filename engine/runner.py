@@ -63,6 +63,9 @@ class ModelRunner:
         if not len(sampled):
             # Only KV is wanted. One row stands in, so that no kernel has to cope with an empty batch.
             self._forward(arrays, last_rows[:1])
+            if self._device.type == "cuda":
+                # Nothing was fetched that would have waited for the KV, and peers read it outside of any stream.
+                torch.cuda.current_stream(self._device).synchronize()
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
         hidden = self._forward(arrays, last_rows[sampled])
         return self._draw(self._model.logits(hidden), sampled, draws)

@@ -30,9 +30,10 @@ def wanted(policy: DigestPolicy, transfer_id: int) -> bool:
 
 
 def pool_digest(pool: PoolMemory) -> Digest:
-    """The digest of a pool in host memory. Raises ValueError for device memory."""
+    """The digest of a pool in host memory; ``engine.kernels.triton_digest`` has the same for a device's. Raises ValueError
+    for device memory."""
     if pool.region.memory_type != "DRAM":
-        raise ValueError("digests need a pool in host memory: set transfer.digest to off for a device pool")
+        raise ValueError("this digest reads host memory")
     length = np.array([pool.block_bytes], dtype=np.int64)
 
     def digest(blocks: Blocks) -> list[int]:

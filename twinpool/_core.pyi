@@ -102,8 +102,11 @@ class BlockManager:
 
 @final
 class SchedulerConfig:
-    """Limits of a step. ``policy`` is "fcfs" or "priority". ``max_batched_tokens`` is at least ``max_num_seqs``, so that
-    all decodes fit into a step; the scheduler checks and copies the limits when it is made."""
+    """Limits of a step. ``policy`` is "fcfs", "priority" or "shortest_uncached" (fewest tokens to compute first).
+    ``max_batched_tokens`` is at least ``max_num_seqs``, so that all decodes fit into a step. ``max_overtaken``: admissions
+    that a waiting sequence sees at most before it goes first, whatever the policy; 0: no bound. ``host_blocks``: blocks of
+    host memory that keep the KV of preempted sequences; 0: they are recomputed. The scheduler checks and copies the limits
+    when it is made."""
     def __init__(
         self,
         *,
@@ -111,11 +114,15 @@ class SchedulerConfig:
         max_batched_tokens: int = 2048,
         max_chunk_tokens: int = 512,
         policy: str = "fcfs",
+        max_overtaken: int = 64,
+        host_blocks: int = 0,
     ) -> None: ...
     max_num_seqs: int
     max_batched_tokens: int
     max_chunk_tokens: int
     policy: str
+    max_overtaken: int
+    host_blocks: int
 
 @final
 class StepPlan:
@@ -151,10 +158,17 @@ class StepPlan:
         """The first so many entries are decodes with one query token."""
     @property
     def preempted(self) -> NDArray[np.int64]:
-        """Sequences that lost their blocks in this plan; they wait again and are recomputed."""
+        """Sequences that lost their blocks in this plan; they wait again, and are restored from host memory or recomputed."""
     @property
     def copies(self) -> NDArray[np.int32]:
         """``[m, 2]`` (source block, destination block) copies to do before the step (copy on write)."""
+    @property
+    def swap_out(self) -> NDArray[np.int32]:
+        """``[m, 2]`` (block, host block) copies to do before anything is written: before freed blocks are poisoned, ``copies``
+        and ``swap_in``. None of an aborted plan counts."""
+    @property
+    def swap_in(self) -> NDArray[np.int32]:
+        """``[m, 2]`` (host block, block) copies to do before the step."""
 
 @final
 class StepScheduler:
@@ -173,10 +187,12 @@ class StepScheduler:
         max_new_tokens: int,
         priority: int = 0,
         arrival: float = 0.0,
+        preemptible: bool = True,
     ) -> int:
         """A sequence whose prompt is computed here. Its longest cached prefix is taken when it is first planned
         (at least the last prompt token is always computed). ``max_new_tokens`` 0: prefill only, the sequence becomes
-        *done* after its sampled token and keeps its blocks until ``remove``."""
+        *done* after its sampled token and keeps its blocks until ``remove``. One that is not ``preemptible`` gets all blocks
+        that it may ever need at once, and keeps them."""
     def reserve(
         self,
         tokens: Tokens,
@@ -186,6 +202,7 @@ class StepScheduler:
         max_new_tokens: int,
         priority: int = 0,
         arrival: float = 0.0,
+        preemptible: bool = True,
     ) -> int | None:
         """A sequence whose prompt KV arrives from elsewhere. Takes the cached prefix and allocates the rest of the prompt
         (its last, partial block included) plus one block of head-room; None and no change if there is no room or ``max_num_seqs`` is reached."""
@@ -218,6 +235,9 @@ class StepScheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens still to be computed by waiting and by prefilling sequences; what the cache holds of a waiting one counts in full."""
+    @property
+    def host_blocks_used(self) -> int:
+        """Blocks of the host pool that hold the KV of preempted sequences."""
     def check(self) -> None:
         """Raises CoreError if an invariant does not hold."""
 
@@ -229,8 +249,10 @@ class AdmissionConfig:
 
     Queue, counted for each pool; 0: no limit: ``max_queue_requests`` (4096), ``max_queue_tokens`` and ``max_queue_bytes`` (0).
     ``queue_ttl_seconds`` (60) is the longest wait. Each ``ageing_seconds`` (10) of waiting raises a request by one priority.
-    ``max_bypass`` (32): requests that may go before one that does not fit yet.
-    ``max_attempts`` (3) counts placements that failed before the client had a token, ``max_resumes`` (0) those after; ``max_refusals`` (64) those that a decode worker refused, which is not
+    ``order_stretch`` (4; 0: by arrival): a request without a deadline is due that many times its expected compute later, so that
+    short ones go first. ``max_bypass`` (32): requests that may go before one that does not fit yet.
+    ``max_attempts`` (3) counts placements that failed before the client had a token, ``max_resumes`` (0) those after;
+    ``max_refusals`` (64) those that a decode worker refused, which is not
     asked again for ``refusal_backoff_seconds`` (0.25) unless its load report changes.
     Tenants without own settings (``set_tenant``); 0: no limit: ``max_tenant_requests``, ``tenant_tokens_per_second``,
     ``tenant_burst_tokens`` (0: ten seconds' worth), ``tenant_max_priority`` (100; higher ones are lowered to it).
@@ -252,6 +274,7 @@ class AdmissionConfig:
     max_queue_bytes: int
     queue_ttl_seconds: float
     ageing_seconds: float
+    order_stretch: float
     max_bypass: int
     max_attempts: int
     max_resumes: int

@@ -50,7 +50,7 @@ py::array py_block_digest(std::uintptr_t data, std::size_t stride_bytes, const p
     // The caller hands over an address, as torch's data_ptr() and NIXL's descriptors do.
     const auto* base = reinterpret_cast<const std::uint8_t*>(data);  // NOLINT(performance-no-int-to-ptr)
     for (std::size_t i = 0; i < lengths.size(); ++i) {
-      digests[i] = xxh64({base + i * stride_bytes, static_cast<std::size_t>(lengths[i])});
+      digests[i] = digest64({base + i * stride_bytes, static_cast<std::size_t>(lengths[i])});
     }
   }
   return to_array(std::move(digests));

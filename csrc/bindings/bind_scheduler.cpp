@@ -24,32 +24,34 @@ py::array plan_block_table(const py::object& self) {
                               {static_cast<py::ssize_t>(plan.table_stride) * item, item}, plan.table->data(), self);
 }
 
-py::array plan_copies(const py::object& self) {
-  auto& copies = self.cast<StepPlan&>().copies;
-  return py::array_t<BlockId>({static_cast<py::ssize_t>(copies.size() / 2), py::ssize_t{2}}, copies.data(), self);
+template <auto Member>
+py::array plan_pairs(const py::object& self) {
+  auto& pairs = self.cast<StepPlan&>().*Member;
+  return py::array_t<std::int32_t>({static_cast<py::ssize_t>(pairs.size() / 2), py::ssize_t{2}}, pairs.data(), self);
 }
 
 NewSequence new_sequence(const py::array& tokens, const py::array& hashes, const py::bytes& root,
-                         std::int64_t max_new_tokens, std::int64_t priority, double arrival) {
+                         std::int64_t max_new_tokens, std::int64_t priority, double arrival, bool preemptible) {
   return {.tokens = int32_span(tokens, "tokens"),
           .hashes = hash_span(hashes, "hashes"),
           .root = hash_from_bytes(root, "root"),
           .max_new_tokens = max_new_tokens,
           .priority = priority,
-          .arrival = arrival};
+          .arrival = arrival,
+          .preemptible = preemptible};
 }
 
 SequenceId add(Scheduler& self, const py::array& tokens, const py::array& hashes, const py::bytes& root,
-               std::int64_t max_new_tokens, std::int64_t priority, double arrival) {
-  const NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival);
+               std::int64_t max_new_tokens, std::int64_t priority, double arrival, bool preemptible) {
+  const NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival, preemptible);
   const CoreLock lock(self.blocks->mutex);
   return self.core.add(request);
 }
 
 std::optional<SequenceId> reserve(Scheduler& self, const py::array& tokens, const py::array& hashes,
                                   const py::bytes& root, std::int64_t max_new_tokens, std::int64_t priority,
-                                  double arrival) {
-  const NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival);
+                                  double arrival, bool preemptible) {
+  const NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival, preemptible);
   const CoreLock lock(self.blocks->mutex);
   return self.core.reserve(request);
 }
@@ -86,18 +88,24 @@ std::size_t counter(Scheduler& self) {
 
 void bind_config(py::module_& module) {
   py::class_<SchedulerConfig>(module, "SchedulerConfig", py::is_final())
-      .def(py::init([](std::int64_t seqs, std::int64_t batched, std::int64_t chunk, std::string policy) {
+      .def(py::init([](std::int64_t seqs, std::int64_t batched, std::int64_t chunk, std::string policy,
+                       std::int64_t overtaken, std::int64_t host_blocks) {
              return SchedulerConfig{.max_num_seqs = seqs,
                                     .max_batched_tokens = batched,
                                     .max_chunk_tokens = chunk,
-                                    .policy = std::move(policy)};
+                                    .policy = std::move(policy),
+                                    .max_overtaken = overtaken,
+                                    .host_blocks = host_blocks};
            }),
            py::kw_only(), py::arg("max_num_seqs") = 64, py::arg("max_batched_tokens") = 2048,
-           py::arg("max_chunk_tokens") = 512, py::arg("policy") = "fcfs")
+           py::arg("max_chunk_tokens") = 512, py::arg("policy") = "fcfs", py::arg("max_overtaken") = 64,
+           py::arg("host_blocks") = 0)
       .def_readwrite("max_num_seqs", &SchedulerConfig::max_num_seqs)
       .def_readwrite("max_batched_tokens", &SchedulerConfig::max_batched_tokens)
       .def_readwrite("max_chunk_tokens", &SchedulerConfig::max_chunk_tokens)
-      .def_readwrite("policy", &SchedulerConfig::policy);
+      .def_readwrite("policy", &SchedulerConfig::policy)
+      .def_readwrite("max_overtaken", &SchedulerConfig::max_overtaken)
+      .def_readwrite("host_blocks", &SchedulerConfig::host_blocks);
 }
 
 void bind_plan(py::module_& module) {
@@ -113,7 +121,9 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("sample", &plan_view<&StepPlan::sample>)
       .def_property_readonly("num_decodes", [](const StepPlan& plan) { return plan.decodes; })
       .def_property_readonly("preempted", &plan_view<&StepPlan::preempted>)
-      .def_property_readonly("copies", &plan_copies);
+      .def_property_readonly("copies", &plan_pairs<&StepPlan::copies>)
+      .def_property_readonly("swap_out", &plan_pairs<&StepPlan::swap_out>)
+      .def_property_readonly("swap_in", &plan_pairs<&StepPlan::swap_in>);
 }
 
 }  // namespace
@@ -124,9 +134,9 @@ void bind_scheduler(py::module_& module) {
   py::class_<Scheduler>(module, "StepScheduler", py::is_final())
       .def(py::init<std::shared_ptr<PyBlockManager>, const SchedulerConfig&>(), py::arg("blocks"), py::arg("config"))
       .def("add", &add, py::arg("tokens"), py::arg("hashes"), py::arg("root"), py::kw_only(), py::arg("max_new_tokens"),
-           py::arg("priority") = 0, py::arg("arrival") = 0.0)
+           py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true)
       .def("reserve", &reserve, py::arg("tokens"), py::arg("hashes"), py::arg("root"), py::kw_only(),
-           py::arg("max_new_tokens"), py::arg("priority") = 0, py::arg("arrival") = 0.0)
+           py::arg("max_new_tokens"), py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true)
       .def(
           "start",
           [](Scheduler& self, SequenceId id, std::int32_t first_token) {
@@ -170,6 +180,7 @@ void bind_scheduler(py::module_& module) {
       .def_property_readonly("waiting", &counter<&StepScheduler::waiting>)
       .def_property_readonly("reserved", &counter<&StepScheduler::reserved>)
       .def_property_readonly("waiting_tokens", &counter<&StepScheduler::waiting_tokens>)
+      .def_property_readonly("host_blocks_used", &counter<&StepScheduler::host_blocks_used>)
       .def("check", [](Scheduler& self) {
         const CoreLock lock(self.blocks->mutex);
         self.core.check();

@@ -23,8 +23,10 @@ void SchedulerConfig::validate() const {
   require_range("max_num_seqs", max_num_seqs, 1, seats_limit);
   require_range("max_batched_tokens", max_batched_tokens, max_num_seqs, tokens_limit);
   require_range("max_chunk_tokens", max_chunk_tokens, 1, tokens_limit);
-  require(policy == "fcfs" || policy == "priority",
-          [&] { return "policy is \"" + policy + "\"; allowed are \"fcfs\" and \"priority\""; });
+  require_range("max_overtaken", max_overtaken, 0, tokens_limit);
+  require_range("host_blocks", host_blocks, 0, tokens_limit);
+  require(policy == "fcfs" || policy == "priority" || policy == "shortest_uncached",
+          [&] { return "policy is \"" + policy + "\"; allowed are \"fcfs\", \"priority\" and \"shortest_uncached\""; });
 }
 
 }  // namespace twinpool

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -9,6 +10,7 @@
 
 #include "blocks/block.h"
 #include "hash/hash128.h"
+#include "scheduler/host_blocks.h"
 
 namespace twinpool {
 
@@ -34,6 +36,8 @@ enum class SequenceState : std::uint8_t {
 
 /// One sequence. Tokens are prompt then output; KV is in ``blocks`` for the first ``computed`` of them.
 /// Between plans: committed == computed / block_tokens, and blocks cover computed (all tokens while prefilling).
+/// If it was preempted to host memory, the KV of the first ``restorable`` tokens is in ``host`` until the first step
+/// after its next admission has run.
 struct Sequence {
   SequenceId id = 0;
   SequenceState state = SequenceState::waiting;
@@ -42,8 +46,14 @@ struct Sequence {
   bool preempted = false;     ///< waits after a preemption
   bool follower = false;      ///< a fork that was made before its parent's start, and so starts with it
   bool knows_cached = false;  ///< cached_tokens is set
+  bool preemptible = true;    ///< false: it gets all blocks that it may ever need at once, and keeps them
+  bool overdue = false;       ///< waits, and has been overtaken as often as is allowed
   std::int64_t rank = 0;      ///< higher goes first; the priority, or 0 under fcfs
+  std::size_t cost = 0;       ///< lower goes first: tokens to compute when it began to wait, or 0 under other policies
   double arrival = 0;
+  std::uint64_t waits_since = 0;  ///< admissions that had been made when it began to wait
+  Sequence* older = nullptr;      ///< its neighbours in the order in which they began to wait
+  Sequence* newer = nullptr;
 
   std::size_t prompt_tokens = 0;
   std::size_t max_new_tokens = 0;
@@ -58,6 +68,9 @@ struct Sequence {
   std::vector<Hash128> hashes;  ///< of its leading full blocks, as far as known
   Hash128 root;
 
+  std::vector<HostBlock> host;  ///< copies of its leading blocks
+  std::size_t restorable = 0;
+
   BlockId copy_source = no_block;  ///< referenced until its content has been copied to copy_target, a block of this one
   BlockId copy_target = no_block;
   /// While reserved: generations of blocks[private_from...], which only this sequence may hold.
@@ -66,7 +79,9 @@ struct Sequence {
   std::vector<SequenceId> forks;  ///< while reserved: those that start with it
   std::int32_t first_token = 0;   ///< of a fork that is still reserved
 
-  [[nodiscard]] std::size_t left() const noexcept { return tokens.size() - computed; }
+  /// Tokens whose KV need not be computed: what is there, and what the next step brings back from the host.
+  [[nodiscard]] std::size_t known() const noexcept { return std::max(computed, restorable); }
+  [[nodiscard]] std::size_t left() const noexcept { return tokens.size() - known(); }
   /// The planned step computes its newest token and so samples the next.
   [[nodiscard]] bool samples() const noexcept { return query == left(); }
   [[nodiscard]] std::size_t outputs() const noexcept { return tokens.size() - prompt_tokens; }

@@ -26,6 +26,10 @@ struct StepPlan {
   std::vector<std::int64_t> slots;
   std::vector<SequenceId> preempted;
   std::vector<BlockId> copies;  ///< source, target, source, target ...
+  /// Device block, host block ...: to be copied before anything is written, since the plan has given the blocks out
+  /// again.
+  std::vector<std::int32_t> swap_out;
+  std::vector<std::int32_t> swap_in;  ///< host block, device block ...
 
   std::shared_ptr<const RowTable::Storage> table;
   std::size_t table_stride = 0;

@@ -32,7 +32,10 @@ StepScheduler::StepScheduler(BlockManager& blocks, const SchedulerConfig& config
       max_batched_tokens_(static_cast<std::size_t>(config.max_batched_tokens)),
       max_chunk_tokens_(static_cast<std::size_t>(config.max_chunk_tokens)),
       by_priority_(config.policy == "priority"),
-      table_(max_seqs_) {}
+      by_cost_(config.policy == "shortest_uncached"),
+      waiting_(static_cast<std::uint64_t>(config.max_overtaken)),
+      table_(max_seqs_),
+      host_(static_cast<std::size_t>(config.host_blocks)) {}
 
 SequenceId StepScheduler::add(const NewSequence& request) {
   auto sequence = make(request);
@@ -54,7 +57,8 @@ std::optional<SequenceId> StepScheduler::reserve(const NewSequence& request) {
   if (!has_seat() || waiting_preempted_ > 0 || blocks_at_end(*sequence) > blocks_.num_blocks()) {
     return std::nullopt;
   }
-  const auto prefix = blocks_.acquire(sequence->hashes, prompt_blocks + 1, 0, sequence->blocks);
+  const std::size_t wanted = blocks_at_start(*sequence, prompt_blocks + 1);
+  const auto prefix = blocks_.acquire(sequence->hashes, wanted, 0, sequence->blocks);
   if (!prefix) {
     return std::nullopt;
   }
@@ -135,6 +139,7 @@ void StepScheduler::end(Sequence& sequence) {
     break;
   }
   release_blocks(sequence);
+  forget_host(sequence);
   sequences_.erase(sequence.id);
 }
 
@@ -196,6 +201,7 @@ std::unique_ptr<Sequence> StepScheduler::make(const NewSequence& request) const 
   auto sequence = std::make_unique<Sequence>();
   sequence->rank = by_priority_ ? request.priority : 0;
   sequence->arrival = request.arrival;
+  sequence->preemptible = request.preemptible;
   sequence->prompt_tokens = count;
   sequence->max_new_tokens = static_cast<std::size_t>(request.max_new_tokens);
   sequence->root = request.root;
@@ -227,8 +233,17 @@ std::size_t StepScheduler::blocks_at_end(const Sequence& sequence) const noexcep
   return blocks_for(sequence.prompt_tokens + outputs - 1);
 }
 
+/// What is not to be preempted must never ask for a block again.
+std::size_t StepScheduler::blocks_at_start(const Sequence& sequence, std::size_t wanted) const noexcept {
+  return sequence.preemptible ? wanted : std::max(wanted, blocks_at_end(sequence));
+}
+
 void StepScheduler::enqueue(Sequence& sequence) {
   sequence.state = SequenceState::waiting;
+  if (by_cost_) {
+    const std::size_t cached = blocks_.lookup(sequence.hashes) * block_tokens_;
+    sequence.cost = std::max<std::size_t>(sequence.tokens.size() - std::max(cached, sequence.known()), 1);
+  }
   waiting_.insert(sequence);
   waiting_tokens_ += sequence.left();
   waiting_preempted_ += sequence.preempted ? 1 : 0;

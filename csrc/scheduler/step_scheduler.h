@@ -26,6 +26,7 @@ struct NewSequence {
   std::int64_t max_new_tokens = 0;
   std::int64_t priority = 0;
   double arrival = 0;
+  bool preemptible = true;
 };
 
 /// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time. Cost of a step: per
@@ -55,6 +56,8 @@ class StepScheduler {
   /// Tokens to be computed before the waiting and the prefilling sequences can decode; what the cache holds of a
   /// waiting one counts in full.
   [[nodiscard]] std::size_t waiting_tokens() const noexcept { return waiting_tokens_; }
+  /// Blocks of the host pool that hold the KV of preempted sequences.
+  [[nodiscard]] std::size_t host_blocks_used() const noexcept { return host_.count() - host_.free(); }
 
   /// Throws CoreError if an invariant does not hold. O(everything).
   void check() const;
@@ -69,6 +72,7 @@ class StepScheduler {
     return (tokens + block_tokens_ - 1) / block_tokens_;
   }
   [[nodiscard]] std::size_t blocks_at_end(const Sequence& sequence) const noexcept;
+  [[nodiscard]] std::size_t blocks_at_start(const Sequence& sequence, std::size_t wanted) const noexcept;
   void begin_decode(Sequence& sequence, std::int32_t first_token);
   void check_reserved_blocks(const Sequence& sequence) const;
   std::unique_ptr<Sequence> make_fork(const Sequence& parent, std::size_t max_new_tokens) const;
@@ -86,12 +90,21 @@ class StepScheduler {
   void grow_decodes(StepPlan& plan);
   bool grow(Sequence& sequence);
   [[nodiscard]] Sequence& victim() const;
-  void preempt(Sequence& sequence);
+  void preempt(StepPlan& plan, Sequence& sequence);
   void plan_decodes(StepPlan& plan);
   void plan_prefills(StepPlan& plan);
+  [[nodiscard]] bool overtakes(const Sequence& waiting, const Sequence& row) const noexcept;
   bool admit(std::size_t row);
   [[nodiscard]] std::size_t chunk_of(const Sequence& sequence, std::size_t budget) const noexcept;
   void emit(StepPlan& plan, Sequence& sequence, std::size_t query);
+  void append_tokens(StepPlan& plan, const Sequence& sequence, std::size_t query) const;
+
+  // Host memory (step_scheduler_swap.cpp)
+  void swap_out(StepPlan& plan, Sequence& sequence);
+  void swap_in(StepPlan& plan, const Sequence& sequence) const;
+  void restored(Sequence& sequence);
+  void forget_host(Sequence& sequence);
+  void forget_swapped_out();
 
   // After a step (step_scheduler_advance.cpp)
   void step_done(Sequence& sequence, bool sampled, std::int32_t token);
@@ -107,10 +120,13 @@ class StepScheduler {
   std::size_t max_batched_tokens_;
   std::size_t max_chunk_tokens_;
   bool by_priority_;
+  bool by_cost_;
 
   std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   WaitingQueue waiting_;
   RowTable table_;
+  HostBlocks host_;
+  std::vector<SequenceId> swapped_out_;  ///< by the outstanding plan
   std::vector<Sequence*> ready_;
   std::vector<Sequence*> in_flight_;  ///< of the outstanding plan, in its order
   std::uint64_t outstanding_ = 0;     ///< step of the outstanding plan; 0 if there is none

@@ -23,6 +23,7 @@ void StepScheduler::advance(const StepPlan& plan, std::span<const std::int32_t> 
     require(!in_flight_[i]->samples() || sampled[i] >= 0, "a token is not negative");
   }
   outstanding_ = 0;
+  swapped_out_.clear();
   for (std::size_t i = 0; i < sampled.size(); ++i) {
     Sequence& sequence = *in_flight_[i];
     sequence.planned = false;
@@ -39,6 +40,7 @@ void StepScheduler::abort_plan(const StepPlan& plan) {
   }
   require(plan.owner == this && plan.step == outstanding_, "only the outstanding plan can be aborted");
   outstanding_ = 0;
+  forget_swapped_out();
   for (Sequence* sequence : in_flight_) {
     sequence->planned = false;
     if (sequence->removed) {
@@ -54,6 +56,9 @@ void StepScheduler::step_done(Sequence& sequence, bool sampled, std::int32_t tok
   }
   if (sequence.copy_source != no_block) {
     finish_copy(sequence);
+  }
+  if (sequence.restorable > 0) {
+    restored(sequence);
   }
   sequence.computed += sequence.query;
   if (sequence.computed - sequence.committed * block_tokens_ >= block_tokens_) {

@@ -14,6 +14,7 @@ void StepScheduler::check() const {
   std::size_t reserved = 0;
   std::size_t rows = 0;
   std::size_t tokens = 0;
+  std::size_t host = 0;
   for (const auto& [id, held] : sequences_) {
     const Sequence& sequence = *held;
     check_sequence(sequence);
@@ -24,12 +25,14 @@ void StepScheduler::check() const {
     reserved += sequence.state == SequenceState::reserved ? 1 : 0;
     rows += prefills || sequence.state == SequenceState::decoding ? 1 : 0;
     tokens += waits || prefills ? sequence.left() : 0;
+    host += sequence.host.size();
   }
   require(waiting == waiting_.size(), "the waiting queue and the sequences differ");
   require(preempted == waiting_preempted_, "the preempted sequences are miscounted");
   require(reserved == reserved_, "the reserved sequences are miscounted");
   require(rows == table_.rows(), "the table's rows and the running sequences differ");
   require(tokens == waiting_tokens_, "the waiting tokens are miscounted");
+  require(host + host_.free() == host_.count(), "a block of the host pool is lost or taken twice");
   require(running() + reserved_ <= max_seqs_, "more sequences have a seat than there are");
   for (std::size_t row = 0; row < table_.rows(); ++row) {
     const SequenceState wanted = row < table_.decodes() ? SequenceState::decoding : SequenceState::prefilling;
@@ -56,6 +59,9 @@ void StepScheduler::check_sequence(const Sequence& sequence) const {
   require(sequence.committed <= sequence.hashes.size(), [&] { return fail("has committed blocks without a hash"); });
   require(sequence.outputs() <= std::max<std::size_t>(sequence.max_new_tokens, 1),
           [&] { return fail("ran past its limit"); });
+  require(sequence.host.size() == blocks_for(sequence.restorable), [&] { return fail("has the wrong host blocks"); });
+  require(sequence.restorable == 0 || sequence.restorable > sequence.computed,
+          [&] { return fail("keeps in host memory what it has"); });
   require(!sequence.removed || sequence.planned, [&] { return fail("was removed and is still here"); });
   for (const BlockId block : sequence.blocks) {
     const BlockState state = blocks_.state(block);

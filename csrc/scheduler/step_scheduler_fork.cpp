@@ -56,6 +56,7 @@ std::unique_ptr<Sequence> StepScheduler::make_fork(const Sequence& parent, std::
   auto child = std::make_unique<Sequence>();
   child->rank = parent.rank;
   child->arrival = parent.arrival;
+  child->preemptible = parent.preemptible;
   child->prompt_tokens = parent.prompt_tokens;
   child->max_new_tokens = max_new_tokens;
   child->root = parent.root;
@@ -74,7 +75,7 @@ bool StepScheduler::share_blocks(const Sequence& parent, Sequence& child) {
   const std::size_t full = parent.prompt_tokens / block_tokens_;
   const bool partial = parent.prompt_tokens % block_tokens_ != 0;
   child.blocks.assign(parent.blocks.begin(), parent.blocks.begin() + static_cast<std::ptrdiff_t>(full));
-  if (!blocks_.allocate(partial ? 2 : 1, child.blocks)) {
+  if (!blocks_.allocate(blocks_at_start(child, full + (partial ? 2 : 1)) - full, child.blocks)) {
     child.blocks.clear();
     return false;
   }

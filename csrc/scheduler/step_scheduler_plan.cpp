@@ -19,7 +19,11 @@ StepPlan StepScheduler::plan(double /*now*/) {
   plan_prefills(plan);
   plan.table = table_.storage();
   plan.table_stride = table_.stride();
-  if (!plan.seq.empty()) {
+  if (plan.seq.empty()) {
+    // Such a plan need not come back, and so nobody would say whether its copies were made.
+    plan.swap_out.clear();
+    forget_swapped_out();
+  } else {
     plan.step = outstanding_ = ++steps_;
   }
   return plan;
@@ -42,7 +46,7 @@ void StepScheduler::grow_decodes(StepPlan& plan) {
     }
     Sequence& loser = victim();
     plan.preempted.push_back(loser.id);
-    preempt(loser);
+    preempt(plan, loser);
     // Rows have moved; those that were looked at already pass at once.
     row = 0;
   }
@@ -56,10 +60,11 @@ bool StepScheduler::grow(Sequence& sequence) {
   return true;
 }
 
-/// Lowest priority; among equals the one with the least work to lose; then the latest. There is at least one row.
+/// Lowest priority; among equals the one with the least work to lose; then the latest. There is at least one that can
+/// be preempted: the one that needs a block.
 Sequence& StepScheduler::victim() const {
   const auto keep = [](const Sequence& sequence) {
-    return std::tuple(sequence.rank, sequence.computed, -sequence.arrival, -sequence.id);
+    return std::tuple(!sequence.preemptible, sequence.rank, sequence.known(), -sequence.arrival, -sequence.id);
   };
   std::size_t loser = 0;
   for (std::size_t row = 1; row < table_.rows(); ++row) {
@@ -70,7 +75,8 @@ Sequence& StepScheduler::victim() const {
   return table_.at(loser);
 }
 
-void StepScheduler::preempt(Sequence& sequence) {
+void StepScheduler::preempt(StepPlan& plan, Sequence& sequence) {
+  swap_out(plan, sequence);
   leave_table(sequence);
   release_blocks(sequence);
   sequence.preempted = true;
@@ -94,13 +100,18 @@ void StepScheduler::plan_decodes(StepPlan& plan) {
   }
 }
 
+/// Whoever prefills is passed by higher priorities, but not for ever.
+bool StepScheduler::overtakes(const Sequence& waiting, const Sequence& row) const noexcept {
+  return goes_before(waiting, row) && (waiting.overdue || !waiting_.due(row));
+}
+
 void StepScheduler::plan_prefills(StepPlan& plan) {
   std::size_t budget = max_batched_tokens_ - plan.decodes;
   // Whoever just lost its blocks would only be the next to take them from somebody.
   bool admitting = plan.preempted.empty();
   for (std::size_t row = plan.decodes; budget > 0;) {
     const bool has_row = row < table_.rows();
-    if (admitting && !waiting_.empty() && has_seat() && (!has_row || goes_before(waiting_.front(), table_.at(row)))) {
+    if (admitting && !waiting_.empty() && has_seat() && (!has_row || overtakes(waiting_.front(), table_.at(row)))) {
       admitting = admit(row);
       if (!admitting) {
         continue;
@@ -123,14 +134,19 @@ bool StepScheduler::admit(std::size_t row) {
   const std::size_t usable = std::min(sequence.hashes.size(), (tokens - 1) / block_tokens_);
   // Each decode that runs may want a block soon; without that much left, admission would end in preemption.
   const std::size_t spare = table_.decodes();
-  const auto prefix =
-      blocks_.acquire(std::span(sequence.hashes).first(usable), blocks_for(tokens), spare, sequence.blocks);
+  const auto prefix = blocks_.acquire(std::span(sequence.hashes).first(usable),
+                                      blocks_at_start(sequence, blocks_for(tokens)), spare, sequence.blocks);
   if (!prefix) {
     return false;
   }
   dequeue(sequence);
+  waiting_.admitted(sequence);
+  sequence.cost = 0;  // who has begun is not overtaken by what would be done sooner
   sequence.committed = *prefix;
   sequence.computed = *prefix * block_tokens_;
+  if (sequence.computed >= sequence.restorable) {
+    forget_host(sequence);  // the cache still has all of it
+  }
   if (!sequence.knows_cached) {
     sequence.cached_tokens = sequence.computed;
     sequence.knows_cached = true;
@@ -147,16 +163,16 @@ std::size_t StepScheduler::chunk_of(const Sequence& sequence, std::size_t budget
     return query;
   }
   // A chunk that ends with a full block can be offered to a reader whole.
-  const std::size_t end = sequence.computed + query;
+  const std::size_t end = sequence.known() + query;
   const std::size_t aligned = end - end % block_tokens_;
-  return aligned > sequence.computed ? aligned - sequence.computed : query;
+  return aligned > sequence.known() ? aligned - sequence.known() : query;
 }
 
 void StepScheduler::emit(StepPlan& plan, Sequence& sequence, std::size_t query) {
   sequence.planned = true;
   sequence.query = query;
   in_flight_.push_back(&sequence);
-  const std::size_t end = sequence.computed + query;
+  const std::size_t end = sequence.known() + query;
   plan.seq.push_back(sequence.id);
   plan.context.push_back(static_cast<std::int32_t>(end));
   plan.sample.push_back(sequence.samples() ? 1 : 0);
@@ -166,16 +182,30 @@ void StepScheduler::emit(StepPlan& plan, Sequence& sequence, std::size_t query) 
     plan.copies.push_back(sequence.copy_source);
     plan.copies.push_back(sequence.copy_target);
   }
-  std::size_t index = sequence.committed;
-  std::size_t offset = sequence.computed - index * block_tokens_;
-  for (std::size_t position = sequence.computed; position < end; ++position) {
-    plan.token_ids.push_back(sequence.tokens[position]);
-    plan.positions.push_back(static_cast<std::int32_t>(position));
-    plan.slots.push_back(static_cast<std::int64_t>(sequence.blocks[index]) * static_cast<std::int64_t>(block_tokens_) +
-                         static_cast<std::int64_t>(offset));
-    if (++offset == block_tokens_) {
-      offset = 0;
-      ++index;
+  if (sequence.restorable > 0) {
+    swap_in(plan, sequence);
+  }
+  append_tokens(plan, sequence, query);
+}
+
+/// The query tokens with their positions and slots: a block at a time, so that the inner loops are plain runs.
+void StepScheduler::append_tokens(StepPlan& plan, const Sequence& sequence, std::size_t query) const {
+  std::size_t position = sequence.known();
+  const auto from = sequence.tokens.begin() + static_cast<std::ptrdiff_t>(position);
+  plan.token_ids.insert(plan.token_ids.end(), from, from + static_cast<std::ptrdiff_t>(query));
+  std::size_t at = plan.positions.size();
+  plan.positions.resize(at + query);
+  plan.slots.resize(at + query);
+  const std::size_t end = position + query;
+  // No division for the usual case: all but restored sequences have committed what is before.
+  std::size_t index = sequence.restorable > 0 ? position / block_tokens_ : sequence.committed;
+  for (; position < end; ++index) {
+    const std::size_t first = index * block_tokens_;
+    const std::int64_t slot =
+        static_cast<std::int64_t>(sequence.blocks[index]) * static_cast<std::int64_t>(block_tokens_);
+    for (const std::size_t stop = std::min(end, first + block_tokens_); position < stop; ++position, ++at) {
+      plan.positions[at] = static_cast<std::int32_t>(position);
+      plan.slots[at] = slot + static_cast<std::int64_t>(position - first);
     }
   }
 }

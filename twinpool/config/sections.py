@@ -146,7 +146,7 @@ class TransferConfig(Section):
     )
     digest: Literal["off", "sample", "always"] = Field(
         default="off",
-        description="Check a digest of pulled blocks: never, for one block in 64, or for all of them.",
+        description="Check a digest of pulled blocks: never, in one transfer of 16, or always.",
     )
     poll_microseconds: int = Field(
         default=150,

@@ -9,7 +9,7 @@ from twinpool import launch
 from twinpool.config import TransferConfig, TwinpoolConfig
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey, TransferObserver
-from twinpool.transfer.digest import pool_digest
+from twinpool.transfer.digest import Digest, pool_digest
 from twinpool.transfer.offer import OfferEnd
 from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import PullManager
@@ -80,6 +80,15 @@ def assemble(
     return Assembly(parts, loop)
 
 
+def _digest(stack: EngineStack) -> Digest:
+    if stack.memory.region.memory_type == "DRAM":
+        return pool_digest(stack.memory)
+    # Triton belongs to CUDA's torch; a worker on a CPU may lack it.
+    from twinpool.engine.kernels.triton_digest import device_digest
+
+    return device_digest(stack.pool.tensor)
+
+
 def _parts(
     transfer: TransferConfig,
     worker: WorkerKey,
@@ -88,7 +97,7 @@ def _parts(
     on_offer_ended: Callable[[AttemptKey, OfferEnd], None],
 ) -> WorkerParts:
     outbox = Outbox(around.receiver, around.post)
-    digest = pool_digest(stack.memory) if stack.memory.region.memory_type == "DRAM" else None
+    digest = _digest(stack)
     endpoints: dict[WorkerKey, str] = {}
 
     def to_owner(owner: WorkerKey, message: handoff.ExchangeRequest) -> None:

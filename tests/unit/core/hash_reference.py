@@ -16,13 +16,7 @@ GOLDEN = Path(__file__).with_name("golden_hash.json")
 ROOT_TAG = b"tp.root1"
 BLOCK_TAG = b"tp.blk.1"
 MASK = (1 << 64) - 1
-PRIMES = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 class RootVector(TypedDict):
@@ -67,40 +61,19 @@ def hash_blocks(parent: bytes, tokens: list[int], block_tokens: int) -> list[byt
     return hashes
 
 
-def _rotate(value: int, by: int) -> int:
-    return ((value << by) | (value >> (64 - by))) & MASK
+def _mix(value: int) -> int:
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    return value ^ (value >> 31)
 
 
-def _lane(accumulator: int, lane: int) -> int:
-    return _rotate((accumulator + lane * PRIMES[1]) & MASK, 31) * PRIMES[0] & MASK
-
-
-def xxh64(data: bytes) -> int:
-    """XXH64 with seed 0, from its specification."""
-    at = 0
-    value = PRIMES[4]
-    if len(data) >= 32:
-        lanes = [(PRIMES[0] + PRIMES[1]) & MASK, PRIMES[1], 0, -PRIMES[0] & MASK]
-        while len(data) - at >= 32:
-            lanes = [_lane(a, b) for a, b in zip(lanes, struct.unpack_from("<4Q", data, at), strict=True)]
-            at += 32
-        value = sum(_rotate(lane, by) for lane, by in zip(lanes, (1, 7, 12, 18), strict=True)) & MASK
-        for lane in lanes:
-            value = ((value ^ _lane(0, lane)) * PRIMES[0] + PRIMES[3]) & MASK
-    value = (value + len(data)) & MASK
-    while len(data) - at >= 8:
-        value ^= _lane(0, struct.unpack_from("<Q", data, at)[0])
-        value = (_rotate(value, 27) * PRIMES[0] + PRIMES[3]) & MASK
-        at += 8
-    if len(data) - at >= 4:
-        value ^= struct.unpack_from("<I", data, at)[0] * PRIMES[0] & MASK
-        value = (_rotate(value, 23) * PRIMES[1] + PRIMES[2]) & MASK
-        at += 4
-    for byte in data[at:]:
-        value = _rotate(value ^ (byte * PRIMES[4] & MASK), 11) * PRIMES[0] & MASK
-    value = ((value ^ (value >> 33)) * PRIMES[1]) & MASK
-    value = ((value ^ (value >> 29)) * PRIMES[2]) & MASK
-    return value ^ (value >> 32)
+def digest64(data: bytes) -> int:
+    """The digest of csrc/hash/digest.h."""
+    total = _mix(len(data))
+    for index, at in enumerate(range(0, len(data), 8), start=1):
+        word = int.from_bytes(data[at : at + 8], "little")
+        total += _mix((word + index * GOLDEN_RATIO) & MASK)
+    return total & MASK
 
 
 def _roots() -> list[RootVector]:
@@ -147,7 +120,7 @@ def golden() -> Golden:
     digests: list[DigestVector] = []
     for length in (0, 1, 3, 4, 7, 8, 15, 31, 32, 33, 63, 64, 100, 257):
         data = draw.randbytes(length)
-        digests.append({"data": data.hex(), "digest": f"{xxh64(data):016x}"})
+        digests.append({"data": data.hex(), "digest": f"{digest64(data):016x}"})
     return {"roots": _roots(), "chains": _chains(draw), "digests": digests}
 
 

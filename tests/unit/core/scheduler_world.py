@@ -32,6 +32,7 @@ class Known:
 
     prompt: list[int]
     limit: int
+    preemptible: bool = True
     outputs: list[int] = field(default_factory=list)
     reserved: bool = False
     arrived: bool = False
@@ -57,6 +58,8 @@ class World:
         self.manager = BlockManager(blocks, BLOCK, self.generations)
         self.scheduler = StepScheduler(self.manager, config)
         self.pool: NDArray[np.int32] = np.full((blocks, BLOCK), POISON, np.int32)
+        self.host: NDArray[np.int32] = np.full((config.host_blocks, BLOCK), POISON, np.int32)
+        self.swapped = 0
         self.known: dict[int, Known] = {}
         self.pinned: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         self.quarantined: list[NDArray[np.int32]] = []
@@ -65,30 +68,47 @@ class World:
 
     # --- sequences
 
-    def add(self, prompt: list[int], limit: int, priority: int, arrival: float) -> int:
+    def add(
+        self, prompt: list[int], limit: int, priority: int, arrival: float, preemptible: bool = True
+    ) -> int:
         tokens = np.array(prompt, np.int32)
         hashes = hash_blocks(ROOT, tokens, BLOCK)
         seq = self.scheduler.add(
-            tokens, hashes, ROOT, max_new_tokens=limit, priority=priority, arrival=arrival
+            tokens,
+            hashes,
+            ROOT,
+            max_new_tokens=limit,
+            priority=priority,
+            arrival=arrival,
+            preemptible=preemptible,
         )
-        self.known[seq] = Known(prompt, limit)
+        self.known[seq] = Known(prompt, limit, preemptible)
         return seq
 
-    def reserve(self, prompt: list[int], limit: int, priority: int, arrival: float) -> int | None:
+    def reserve(
+        self, prompt: list[int], limit: int, priority: int, arrival: float, preemptible: bool = True
+    ) -> int | None:
         tokens = np.array(prompt, np.int32)
         hashes = hash_blocks(ROOT, tokens, BLOCK)
         before = (self.manager.free_blocks, self.manager.cached_blocks)
         seq = self.scheduler.reserve(
-            tokens, hashes, ROOT, max_new_tokens=limit, priority=priority, arrival=arrival
+            tokens,
+            hashes,
+            ROOT,
+            max_new_tokens=limit,
+            priority=priority,
+            arrival=arrival,
+            preemptible=preemptible,
         )
         if seq is None:
             assert before == (self.manager.free_blocks, self.manager.cached_blocks)
             return None
-        self.known[seq] = Known(prompt, limit, reserved=True)
+        self.known[seq] = Known(prompt, limit, preemptible, reserved=True)
         cached = self.scheduler.cached_tokens(seq)
         blocks = self.scheduler.blocks(seq)
         assert self.read(blocks, cached) == prompt[:cached]
-        assert len(blocks) == -(-len(prompt) // BLOCK) + 1
+        needed = -(-len(prompt) // BLOCK) + 1
+        assert len(blocks) == (needed if preemptible else max(needed, -(-(len(prompt) + limit - 1) // BLOCK)))
         return seq
 
     def arrive(self, seq: int) -> None:
@@ -113,7 +133,9 @@ class World:
         child = self.scheduler.fork(seq, first, max_new_tokens=limit)
         if child is not None:
             parent = self.known[seq]
-            self.known[child] = Known(parent.prompt, limit, [first], reserved=parent.reserved)
+            self.known[child] = Known(
+                parent.prompt, limit, parent.preemptible, [first], reserved=parent.reserved
+            )
             parent.forks.append(child)
         return child
 
@@ -155,6 +177,8 @@ class World:
 
     def begin_step(self) -> bool:
         plan = self.scheduler.plan(0.0)
+        self.host[plan.swap_out[:, 1]] = self.pool[plan.swap_out[:, 0]]
+        self.swapped += len(plan.swap_out)
         self.poison()
         self.check_shape(plan)
         if plan.empty:
@@ -173,6 +197,7 @@ class World:
         assert (queries[: plan.num_decodes] == 1).all()
         assert set(plan.seq.tolist()) <= set(self.known)
         assert not set(plan.preempted.tolist()) & set(plan.seq.tolist())
+        assert all(self.known[seq].preemptible for seq in plan.preempted.tolist())
 
     def finish_step(self) -> None:
         """What a model runner does, then the check that each sequence sees its own tokens and nothing else."""
@@ -180,6 +205,7 @@ class World:
         assert plan is not None
         # All at once: a copy must not depend on another one of the same step.
         self.pool[plan.copies[:, 1]] = self.pool[plan.copies[:, 0]]
+        self.pool[plan.swap_in[:, 1]] = self.host[plan.swap_in[:, 0]]
         self.pool.reshape(-1)[plan.slots] = plan.token_ids
         sampled = np.zeros(len(plan.seq), np.int32)
         for index, seq in enumerate(plan.seq.tolist()):
@@ -198,7 +224,9 @@ class World:
         self.removed_in_plan.clear()
 
     def abort_step(self) -> None:
+        """The step failed somewhere: what it was to save in host memory may be anything."""
         assert self.plan is not None
+        self.host[self.plan.swap_out[:, 1]] = POISON
         self.scheduler.abort_plan(self.plan)
         self.plan = None
         self.removed_in_plan.clear()

@@ -15,6 +15,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=2).flatmap(
     lambda base: st.integers(1, 11).map(lambda length: (base * 11)[:length])
 )
 LIMITS = st.integers(1, 9)
+PREEMPTIBLE = st.sampled_from([True, True, True, False])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -25,11 +26,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         seats=st.integers(1, 5),
         extra=st.integers(0, 8),
         chunk=st.integers(1, 9),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "shortest_uncached"]),
+        overtaken=st.integers(0, 3),
+        host=st.sampled_from([0, 0, 1, 4, 12]),
     )
-    def setup(self, blocks: int, seats: int, extra: int, chunk: int, policy: str) -> None:
+    def setup(
+        self, blocks: int, seats: int, extra: int, chunk: int, policy: str, overtaken: int, host: int
+    ) -> None:
         config = SchedulerConfig(
-            max_num_seqs=seats, max_batched_tokens=seats + extra, max_chunk_tokens=chunk, policy=policy
+            max_num_seqs=seats,
+            max_batched_tokens=seats + extra,
+            max_chunk_tokens=chunk,
+            policy=policy,
+            max_overtaken=overtaken,
+            host_blocks=host,
         )
         self.world = World(blocks, config)
         self.arrivals = 0.0
@@ -39,13 +49,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrivals += 1
         return self.arrivals
 
-    @rule(prompt=PROMPTS, limit=st.integers(0, 9), priority=st.integers(-1, 1))
-    def add(self, prompt: list[int], limit: int, priority: int) -> None:
-        self.world.add(prompt, limit, priority, self._arrival())
+    @rule(prompt=PROMPTS, limit=st.integers(0, 9), priority=st.integers(-1, 1), preemptible=PREEMPTIBLE)
+    def add(self, prompt: list[int], limit: int, priority: int, preemptible: bool) -> None:
+        self.world.add(prompt, limit, priority, self._arrival(), preemptible)
 
-    @rule(prompt=PROMPTS, limit=LIMITS, priority=st.integers(-1, 1))
-    def reserve(self, prompt: list[int], limit: int, priority: int) -> None:
-        self.world.reserve(prompt, limit, priority, self._arrival())
+    @rule(prompt=PROMPTS, limit=LIMITS, priority=st.integers(-1, 1), preemptible=PREEMPTIBLE)
+    def reserve(self, prompt: list[int], limit: int, priority: int, preemptible: bool) -> None:
+        self.world.reserve(prompt, limit, priority, self._arrival(), preemptible)
 
     @precondition(
         lambda self: any(known.reserved and not known.outputs for known in self.world.known.values())
@@ -192,10 +202,12 @@ def test_plan_arrays_have_the_promised_types() -> None:
         "sample": np.uint8,
         "preempted": np.int64,
         "copies": np.int32,
+        "swap_out": np.int32,
+        "swap_in": np.int32,
     }.items():
         assert getattr(plan, name).dtype == dtype, name
     assert plan.block_table.shape == (1, 2)
-    assert plan.copies.shape == (0, 2)
+    assert plan.copies.shape == plan.swap_out.shape == plan.swap_in.shape == (0, 2)
 
 
 def test_views_outlive_plan_and_scheduler() -> None:
@@ -233,3 +245,79 @@ def test_arguments_of_the_wrong_kind_are_named() -> None:
         world.scheduler.blocks(1)
     with pytest.raises(CoreError, match="policy"):
         World(8, SchedulerConfig(policy="lifo"))
+
+
+def run_out(world: World, steps_max: int = 500) -> None:
+    """Runs until every sequence is finished."""
+    for _ in range(steps_max):
+        if all(known.finished for known in world.known.values()):
+            return
+        if world.begin_step():
+            world.finish_step()
+        world.check()
+    raise AssertionError("sequences never end")
+
+
+def crowded(host_blocks: int) -> World:
+    """Two sequences that each fit into the pool, but not both."""
+    world = World(5, SchedulerConfig(host_blocks=host_blocks))
+    for prompt, limit, arrival in (([1] * 6, 12, 0.0), ([2] * 3, 9, 1.0)):
+        seq = world.reserve(prompt, limit, 0, arrival)
+        assert seq is not None
+        world.arrive(seq)
+        world.start(seq, next_token(prompt))
+    return world
+
+
+def test_a_swapped_sequence_goes_on_where_it_was() -> None:
+    """None of its tokens is computed again, although the cache has lost its blocks meanwhile."""
+    world = crowded(host_blocks=4)
+    computed: dict[int, list[int]] = {seq: [] for seq in world.known}
+    while not all(known.finished for known in world.known.values()):
+        if world.begin_step():
+            plan = world.plan
+            assert plan is not None
+            for index, seq in enumerate(plan.seq.tolist()):
+                computed[seq] += plan.positions[plan.q_start[index] : plan.q_start[index + 1]].tolist()
+            world.finish_step()
+        else:
+            for seq in [seq for seq, known in world.known.items() if known.finished]:
+                assert world.known[seq].outputs == world.known.pop(seq).expected()
+                world.scheduler.remove(seq)
+                world.manager.reset_cache()
+                world.poison()
+        world.check()
+    assert world.swapped > 0
+    for positions in computed.values():
+        assert positions == sorted(set(positions)), "a position was computed twice"
+    assert world.scheduler.host_blocks_used == 0
+
+
+def test_what_does_not_fit_into_host_memory_is_recomputed() -> None:
+    world = crowded(host_blocks=1)
+    while not any(known.finished for known in world.known.values()):
+        assert world.begin_step()
+        world.finish_step()
+    assert world.scheduler.waiting == 1
+    assert world.swapped == 0
+    for seq in [seq for seq, known in world.known.items() if known.finished]:
+        world.remove(seq)
+    run_out(world)
+
+
+def test_a_swap_whose_step_failed_does_not_count() -> None:
+    world = crowded(host_blocks=4)
+    while not world.swapped:
+        assert world.begin_step()
+        if world.swapped:
+            world.abort_step()
+        else:
+            world.finish_step()
+    assert world.scheduler.host_blocks_used == 0
+    while world.known:
+        for seq in [seq for seq, known in world.known.items() if known.finished]:
+            assert world.known[seq].outputs == world.known[seq].expected()
+            world.remove(seq)
+        if world.begin_step():
+            world.finish_step()
+        world.check()
