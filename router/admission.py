@@ -42,6 +42,9 @@ class Admitted(Protocol):
     def on_fault(self, error: Exception) -> None:
         """A call above has raised, or the core refused an event: a fault of ours, which ends this request alone."""
 
+    def on_leaving(self, decode: WorkerKey) -> bool:
+        """A decode worker is about to leave: whether the answer moves away from it."""
+
 
 def core_config(limits: RouterSection) -> AdmissionConfig:
     """The core's limits from the configuration."""
@@ -141,6 +144,11 @@ class Admission:
             self._traces.end(request)
             self.core.forget(request)
             self.kick()
+
+    def owners_on(self, key: WorkerKey) -> list[Admitted]:
+        """Those whose placement uses a worker."""
+        placed = self.core.requests_on(key.name, key.incarnation)
+        return [self._waiting[request] for request, _ in placed if request in self._waiting]
 
     # --- workers --------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ itself says what both would have said, on the one leg that there is then.
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
 
 from twinpool import metrics
 from twinpool._core import Action
@@ -27,10 +26,10 @@ from twinpool.router.dispatch import Leg, wait_ended
 from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
 from twinpool.router.hops import Hops
-from twinpool.router.outcome import Outcome, core_error, found, lost, said_by
+from twinpool.router.outcome import Outcome, core_error, found, leaving, lost, said_by
 from twinpool.router.request import Prepared, passed
 from twinpool.router.resume import continuation
-from twinpool.router.stream import Answer
+from twinpool.router.stream import TOKENS_A_REPORT, Answer
 from twinpool.router.timing import DECODE, HANDOFF, PREFILL, QUEUE, RESERVE, Hop, HopClock
 from twinpool.router.waker import Waker
 from twinpool.v1 import inference_pb2 as pb
@@ -39,9 +38,6 @@ from twinpool.v1 import worker_pb2 as worker
 log = get_logger(__name__)
 
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
-
-# About a block: a call of the core for each token would cost more than it tells.
-_TOKENS_A_REPORT: Final = 32
 
 
 class Attempt:
@@ -76,7 +72,8 @@ class Attempt:
             return
         command = decode_command(self.prepared, self._id, None if self.local else owner, self.source)
         wait = self._request.hops.limits.reserve_timeout_seconds
-        self._timer = asyncio.get_running_loop().call_later(wait, self._reserve_timed_out)
+        late = partial(self._lose, self.decode, "it did not answer the reservation in time")
+        self._timer = asyncio.get_running_loop().call_later(wait, late)
         self._send(self.decode, worker.SessionRequest(decode=command))
 
     def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
@@ -185,9 +182,6 @@ class Attempt:
         """The router itself failed."""
         self.fail(found(as_twinpool_error(error)))
 
-    def _reserve_timed_out(self) -> None:
-        self._lose(self.decode, "it did not answer the reservation in time")
-
     def _lose(self, key: WorkerKey, cause: str) -> None:
         self.fail(lost(key, self._side(key), cause))
 
@@ -249,7 +243,6 @@ class Lifecycle:
         self._error: TwinpoolError | None = None
         self._ready: list[pb.GenerateResponse] = []
         self._delivered = False
-        self._told_tokens = 0
         self._waker = Waker(hops.limits.stream_interval_seconds)
         self.wake = self._waker.wake
 
@@ -296,6 +289,14 @@ class Lifecycle:
         """The router itself failed."""
         self._end(as_twinpool_error(error))
 
+    def on_leaving(self, decode: WorkerKey) -> bool:
+        """Choices have parted and would be drawn anew, so several of them end where they are."""
+        attempt, moves = self.attempt, self.arrived.n == 1
+        if attempt is None or attempt.over or attempt.decode != decode or not moves:
+            return False
+        attempt.fail(leaving(decode))
+        return True
+
     # --- from the attempt -----------------------------------------------------------------
 
     def answer(self) -> Answer:
@@ -331,13 +332,11 @@ class Lifecycle:
         if attempt.answer.finished:
             self._finish(attempt)
         elif attempt.handoff is not None:
-            self._tell_tokens(attempt, _TOKENS_A_REPORT)
+            self._tell_tokens(attempt, TOKENS_A_REPORT)
 
     def _tell_tokens(self, attempt: Attempt, at_least: int) -> None:
         """The core counts tokens to know how far a decode worker's blocks have grown."""
-        new = attempt.answer.completion_tokens - self._told_tokens
-        if new >= at_least:
-            self._told_tokens += new
+        if new := attempt.answer.untold(at_least):
             self.tell("token", str(new))
 
     def _finish(self, attempt: Attempt) -> None:

@@ -68,6 +68,11 @@ def lost(key: WorkerKey, side: str, cause: str) -> Outcome:
     return Outcome("worker_lost", side, "WORKER_LOST", f"{key.name}: {cause}", key.name)
 
 
+def leaving(key: WorkerKey) -> Outcome:
+    """The decode worker is about to leave, and another one takes the answer."""
+    return Outcome("attempt_failed", "NOT_SERVING:decode", "WORKER_LOST", f"{key.name}: it drains", key.name)
+
+
 # The answer itself, or its reader, is at fault: no other worker would help.
 _FINAL: Final = frozenset({"CLIENT_TOO_SLOW", "DETOKENIZE_FAILED"})
 

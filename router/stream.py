@@ -17,6 +17,9 @@ from twinpool.v1 import inference_pb2 as pb
 # A client that was slow for long gets what has gathered in messages of a size that every client takes.
 MAX_TOKENS_A_MESSAGE: Final = 1024
 
+# About a block: a call of the core for each token would cost more than it tells.
+TOKENS_A_REPORT: Final = 32
+
 _RUNNING = pb.FINISH_REASON_UNSPECIFIED
 _STOP = pb.FINISH_REASON_STOP
 
@@ -170,6 +173,7 @@ class Answer:
         self._spec = spec
         self.choices = [Choice(index, text()) for index in range(spec.n)]
         self._buffered = 0
+        self._told = 0
 
     def push(
         self,
@@ -234,6 +238,14 @@ class Answer:
     def completion_tokens(self) -> int:
         """Tokens of the answer, over all choices."""
         return sum([choice.sent for choice in self.choices])
+
+    def untold(self, at_least: int) -> int:
+        """Tokens since the last call that was given any; 0 if they are fewer than ``at_least``."""
+        new = self.completion_tokens - self._told
+        if new < at_least:
+            return 0
+        self._told += new
+        return new
 
     def summaries(self) -> list[pb.ChoiceFinish]:
         """How each choice ended."""

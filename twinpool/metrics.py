@@ -67,6 +67,9 @@ ROUTER_RESUMES = Counter(
     "Answers that went on on other workers behind a sent token, by failure reason.",
     ["reason"],
 )
+ROUTER_MIGRATIONS = Counter(
+    "twinpool_router_migrations", "Answers that were moved off a decode worker that was about to leave."
+)
 ROUTER_PROMPT_TOKENS = Counter("twinpool_router_prompt_tokens", "Prompt tokens of accepted requests.")
 ROUTER_GENERATION_TOKENS = Counter("twinpool_router_generation_tokens", "Tokens sent to clients.")
 ROUTER_REQUEST_PROMPT_TOKENS = Histogram(

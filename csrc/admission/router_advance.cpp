@@ -189,12 +189,17 @@ bool RouterCore::on_attempt_failed(double now, Request& request, std::string_vie
   const placement::WorkerRef at = leg == Leg::prefill ? pair.prefill : pair.decode;
   AttemptFailed event{};
   event.cause = failure.cause;
-  event.again = failure.retryable && attempts_left(request) && (failure.same_worker || has_other_worker(at));
+  const bool left = failure.counted ? attempts_left(request) : request.refusals < config_.max_refusals;
+  event.again = failure.retryable && left && (failure.same_worker || has_other_worker(at));
   const bool applied = transition(now, request, event);
   if (!applied) {
     return false;
   }
-  count_failure(request);
+  if (failure.counted) {
+    count_failure(request);
+  } else {
+    ++request.refusals;
+  }
   if (leg != Leg::decode) {
     request.avoid.push_back(pair.prefill);
   }

@@ -12,7 +12,7 @@ from tests.support.fake_cluster import Answer, FakeCluster, fake_cluster, genera
 from tests.support.fake_worker import FIRST_TOKEN, Job, Script
 from tests.support.waiting import until
 from twinpool._core import hash_blocks
-from twinpool.v1 import inference_pb2
+from twinpool.v1 import control_pb2, inference_pb2
 from twinpool.v1 import worker_pb2 as pb
 
 BLOCK = 16
@@ -164,3 +164,61 @@ async def test_a_client_that_does_not_read_is_not_served_again(model_path: Path)
         assert len(commands(cluster)) == 1
         call.cancel()
         await cluster.assert_quiescent()
+
+
+# --- a worker that leaves in good order --------------------------------------------------------
+
+
+def drain(cluster: FakeCluster, name: str) -> None:
+    """The worker says that it takes no more work; what runs on it goes on."""
+    cluster.router.fleet.upsert(cluster.workers[name].record(control_pb2.WORKER_STATE_DRAINING))
+
+
+async def test_answers_move_off_a_decode_worker_that_drains(model_path: Path) -> None:
+    settings: dict[str, object] = {"finish_seconds": 0.0, "max_resumes": 0}
+    script = Script(step_seconds=0.02)
+    async with fake_cluster(model_path, decode=2, decode_script=script, settings=settings) as cluster:
+        asking = [asyncio.create_task(cluster.ask(generate(prompt(20, s), max_tokens=150))) for s in range(4)]
+        await until(lambda: running_on(cluster, ["d1"]) and running_on(cluster, ["d0"]))
+        drain(cluster, "d0")
+        await until(lambda: not cluster.workers["d0"].held)
+        for answer in await asyncio.gather(*asking):
+            assert (answer.error, answer.tokens()) == (None, expected(150))
+            assert answer.finished.decode_worker == "d1"
+        await cluster.assert_quiescent()
+
+
+async def test_without_another_worker_they_end_where_they_are(model_path: Path) -> None:
+    settings: dict[str, object] = {"finish_seconds": 0.0}
+    script = Script(step_seconds=0.01)
+    async with fake_cluster(model_path, decode=1, decode_script=script, settings=settings) as cluster:
+        asking = asyncio.create_task(cluster.ask(generate(max_tokens=100)))
+        await until(lambda: running_on(cluster, []))
+        drain(cluster, "d0")
+        cluster.router.migration.watch()
+        answer = await asking
+        assert (answer.error, answer.finished.attempts) == (None, 1)
+
+
+async def test_they_may_end_by_themselves_first(model_path: Path) -> None:
+    settings: dict[str, object] = {"finish_seconds": 60.0}
+    script = Script(step_seconds=0.01)
+    async with fake_cluster(model_path, decode=2, decode_script=script, settings=settings) as cluster:
+        asking = asyncio.create_task(cluster.ask(generate(max_tokens=100)))
+        await until(lambda: running_on(cluster, []))
+        drain(cluster, str(running_on(cluster, [])))
+        cluster.router.migration.watch()
+        answer = await asking
+        assert (answer.error, answer.finished.attempts) == (None, 1)
+
+
+async def test_several_choices_end_where_they_are(model_path: Path) -> None:
+    settings: dict[str, object] = {"finish_seconds": 0.0}
+    script = Script(step_seconds=0.01)
+    async with fake_cluster(model_path, decode=2, decode_script=script, settings=settings) as cluster:
+        asking = asyncio.create_task(cluster.ask(generate(max_tokens=60, n=2)))
+        await until(lambda: running_on(cluster, []))
+        drain(cluster, str(running_on(cluster, [])))
+        cluster.router.migration.watch()
+        answer = await asking
+        assert (answer.error, answer.finished.attempts) == (None, 1)
