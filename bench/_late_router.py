@@ -86,11 +86,15 @@ class LateRouter(CoreRouter):
             late.withdraw(now, job)
             return
         (choice,) = placed
+        if choice.prefill is not made.prefill:
+            # The request runs elsewhere: the second router hears of it by the workers' reports, as of any other router's.
+            late.withdraw(now, job, 1)
+            return
+        self.same += 1
+        self.same_pairs += choice.decode is made.decode
         shadow = Attempt(job, 1, choice.prefill, choice.decode, local=choice.local)
         late.reserved(now, shadow)
         self._shadows[job.request.id] = shadow
-        self.same += choice.prefill is made.prefill
-        self.same_pairs += choice.prefill is made.prefill and choice.decode is made.decode
 
     def first_token(self, now: float, attempt: Attempt, seconds: float) -> None:
         """See Router."""

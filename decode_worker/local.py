@@ -29,9 +29,13 @@ class LocalPrefills:
 
     def take_on(self, attempt: DecodeAttempt) -> None:
         """Keeps room for it and says in the attempt how much of it is cached. Raises CommandError (NO_CAPACITY)."""
-        prompt = attempt.work.prompt
+        work, prompt = attempt.work, attempt.work.prompt
+        total = self._limits.blocks_of(len(prompt)) + 1
+        if not work.preemptible and work.draw.n == 1:
+            # The scheduler gives it all its blocks at once.
+            total = max(total, self._limits.blocks_of(len(prompt) + work.draw.params.max_tokens - 1))
         # The last token is computed whatever is cached.
-        cached, needed = self._check_room(prompt, (len(prompt) - 1) // self._limits.block_tokens)
+        cached, needed = self._check_room(prompt, (len(prompt) - 1) // self._limits.block_tokens, total)
         attempt.cached_blocks = cached
         self._due[attempt] = needed
 
@@ -39,7 +43,7 @@ class LocalPrefills:
         """Whether blocks may be reserved for a prompt that arrives from elsewhere: not those that one here is due to get.
         Raises CommandError (NO_CAPACITY)."""
         if self._due:
-            self._check_room(prompt, len(prompt.hashes))
+            self._check_room(prompt, len(prompt.hashes), self._limits.blocks_of(len(prompt)) + 1)
 
     def schedule(self, attempt: DecodeAttempt) -> None:
         """Its first step may come. Several choices start as forks of a sequence that only computes the prompt."""
@@ -51,6 +55,7 @@ class LocalPrefills:
             work.prompt.root,
             max_new_tokens=work.draw.remaining if work.draw.n == 1 else 0,
             priority=work.priority,
+            preemptible=work.preemptible,
             arrival=attempt.arrived,
         )
         self._computing[attempt.computing] = attempt
@@ -72,14 +77,14 @@ class LocalPrefills:
             del self._computing[seq]
         return seq
 
-    def _check_room(self, prompt: Prompt, usable: int) -> tuple[int, int]:
-        """Blocks of the prompt that are cached here, at most ``usable``, and those that it needs besides."""
+    def _check_room(self, prompt: Prompt, usable: int, total: int) -> tuple[int, int]:
+        """Blocks of the prompt that are cached here, at most ``usable``, and those of ``total`` that it needs besides."""
         scheduler, blocks = self._scheduler, self._blocks
         # What of the prefix nobody holds is available now but not to this prompt.
         held = blocks.acquire_prefix(prompt.hashes[:usable])
         available = blocks.available_blocks
         blocks.release(held)
-        needed = self._limits.blocks_of(len(prompt)) + 1 - len(held)
+        needed = total - len(held)
         due = sum(self._due.values())
         seats = scheduler.running + scheduler.reserved + len(self._due)
         waiting = sum(attempt.computing is not None for attempt in self._due)

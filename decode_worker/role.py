@@ -85,6 +85,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             prompt.root,
             max_new_tokens=work.draw.remaining,
             priority=work.priority,
+            preemptible=work.preemptible,
             arrival=attempt.arrived,
         )
         if seq is None:

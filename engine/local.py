@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from twinpool._core import BlockManager, SchedulerConfig, StepPlan, StepScheduler, hash_blocks, root_hash
 from twinpool.config import TwinpoolConfig
+from twinpool.engine.kv.host import HostPool
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
 from twinpool.engine.models.base import DecoderModel
@@ -72,8 +73,10 @@ class LocalEngine:
         self.model = model
         self.pool = KVPool(num_blocks, layers, block_tokens, rows.columns, rows.dtype, device)
         self.blocks = BlockManager(num_blocks, block_tokens, self.pool.generations)
-        self.scheduler = StepScheduler(self.blocks, scheduler or SchedulerConfig())
-        self.runner = ModelRunner(model, self.pool, threads=threads, validate=validate)
+        limits = scheduler or SchedulerConfig()
+        self.scheduler = StepScheduler(self.blocks, limits)
+        host = HostPool(self.pool, limits.host_blocks) if limits.host_blocks else None
+        self.runner = ModelRunner(model, self.pool, host=host, threads=threads, validate=validate)
         own = model.config.max_position_embeddings
         self._max_context = min(max_context_tokens or own, own)
         self._root = root_hash(b"local", b"", b"")
@@ -100,6 +103,8 @@ class LocalEngine:
                 max_batched_tokens=section.max_batched_tokens,
                 max_chunk_tokens=section.max_chunk_tokens,
                 policy=section.policy,
+                max_overtaken=section.max_overtaken,
+                host_blocks=config.kv.host_blocks,
             ),
             max_context_tokens=config.model.max_context_tokens,
             threads=config.worker.threads or None,
@@ -127,12 +132,14 @@ class LocalEngine:
     def step(self) -> bool:
         """Plans and runs one step. False if there was nothing to run. Raises RuntimeError if logits are not finite."""
         plan = self.scheduler.plan(time.monotonic())
-        self._poison()
         if plan.empty:
+            self._poison()
             self.scheduler.abort_plan(plan)
             return False
         handles: list[int] = plan.seq.tolist()
         try:
+            self.runner.swap(plan)
+            self._poison()
             result = self.runner.step(plan, [self._live[handle][0] for handle in handles])
         except BaseException:
             self.scheduler.abort_plan(plan)

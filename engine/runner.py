@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kv.host import HostPool, SwapPlan
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.base import DecoderModel
 from twinpool.engine.sampling import Sample, SequenceDraw, TokenLogprobs, sample
@@ -26,14 +27,22 @@ class ModelRunner:
     """One model over one pool. ``step`` and ``warmup`` must be called from one thread at a time."""
 
     def __init__(
-        self, model: DecoderModel, pool: KVPool, *, threads: int | None = None, validate: bool = False
+        self,
+        model: DecoderModel,
+        pool: KVPool,
+        *,
+        host: HostPool | None = None,
+        threads: int | None = None,
+        validate: bool = False,
     ) -> None:
-        """``threads``: intra-op threads of torch, for the whole process; None leaves them. ``validate`` checks every
-        plan before it is run (some tens of microseconds)."""
+        """``host``: where preempted sequences keep their KV, if the scheduler has host blocks. ``threads``: intra-op threads
+        of torch, for the whole process; None leaves them. ``validate`` checks every plan before it is run (some tens of
+        microseconds)."""
         if threads is not None:
             torch.set_num_threads(threads)
         self._model = model.eval()
         self._pool = pool
+        self._host = host
         self._device = pool.tensor.device
         self._validate = validate
         self._limits = PlanLimits(
@@ -69,6 +78,13 @@ class ModelRunner:
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
         hidden = self._forward(arrays, last_rows[sampled])
         return self._draw(self._model.logits(hidden), sampled, draws)
+
+    @torch.inference_mode()
+    def swap(self, plan: SwapPlan) -> None:
+        """Moves KV between the pool and host memory as ``plan`` says. To be called before ``step``, and before what the plan
+        has freed is poisoned. If it raises, the plan is to be aborted."""
+        if self._host is not None:
+            self._host.swap(plan)
 
     @torch.inference_mode()
     def warmup(self, *, max_batched_tokens: int = 512, max_num_seqs: int = 8) -> float:

@@ -15,7 +15,8 @@ class PrefillAttempt:
     """From the command until the reader has let go of the last block.
 
     ``seq`` is the sequence that is computed: None while a prefix is fetched, and once the prompt is done and only the
-    offer holds its blocks. ``offered`` is the prompt block that is announced next. Times are on the step loop's clock.
+    offer holds its blocks. ``compute_seconds`` is its share of the steps that computed it. ``offered`` is the prompt block
+    that is announced next. Times are on the step loop's clock.
     """
 
     work: PrefillWork
@@ -27,6 +28,7 @@ class PrefillAttempt:
     seq: int | None = None
     done: bool = False
     started: float | None = None
+    compute_seconds: float = 0.0
     fetch: PrefixFetch | None = None
     fetched: PrefixFetched | None = None
 

@@ -38,6 +38,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         super().__init__(parts)
         self._worker = parts.worker
         self._computing: dict[int, PrefillAttempt] = {}
+        self._step_began = 0.0
 
     @property
     def role(self) -> pb.Role.ValueType:
@@ -80,6 +81,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             prompt.root,
             max_new_tokens=0,
             priority=attempt.work.priority,
+            preemptible=attempt.work.preemptible,
             arrival=attempt.arrived,
         )
         self._computing[attempt.seq] = attempt
@@ -88,7 +90,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
 
     def draws(self, plan: StepPlan) -> list[SequenceDraw]:
         """See RoleHandler."""
-        now = self._clock()
+        now = self._step_began = self._clock()
         draws = []
         for seq in plan.seq.tolist():
             attempt = self._computing[seq]
@@ -102,11 +104,14 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
     def on_step(self, plan: StepPlan, result: StepResult) -> None:
         """See RoleHandler."""
         failed: list[PrefillAttempt] = []
-        seqs, sampled = plan.seq.tolist(), plan.sample.tolist()
+        seqs, sampled, starts = plan.seq.tolist(), plan.sample.tolist(), plan.q_start.tolist()
+        # A step's time is shared by tokens: what a prompt costs must not hang on what ran beside it.
+        token_seconds = (self._clock() - self._step_began) / max(1, starts[-1])
         for index, seq in enumerate(seqs):
             attempt = self._computing.get(seq)
             if attempt is None:
                 continue
+            attempt.compute_seconds += token_seconds * (starts[index + 1] - starts[index])
             if index in result.failed:
                 failed.append(attempt)
             elif sampled[index]:
@@ -143,7 +148,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             first_tokens=drawn,
             cached_tokens=cached,
             queue_time=duration(started - attempt.arrived),
-            compute_time=duration(now - started),
+            compute_time=duration(attempt.compute_seconds),
             fetched=attempt.fetched,
         )
         self._outbox.session(attempt.session, pb.SessionResponse(prefill_done=done))

@@ -56,6 +56,7 @@ def core_config(limits: RouterSection) -> AdmissionConfig:
         max_attempts=limits.max_attempts,
         max_resumes=limits.max_resumes,
         ageing_seconds=limits.ageing_seconds,
+        order_stretch=limits.order_stretch,
         max_tenant_requests=limits.max_tenant_requests,
         tenant_tokens_per_second=limits.tenant_tokens_per_second,
         tenant_burst_tokens=limits.tenant_burst_tokens,

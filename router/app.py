@@ -65,7 +65,12 @@ class Router:
         self.inspection = RouterInspection(
             name, self.incarnation, self.fleet, self.locality, self.models, self.tokenize, self.traces
         )
-        self._server = Server(config.rpc, config.tls, max_message_bytes=config.router.max_message_bytes)
+        self._server = Server(
+            config.rpc,
+            config.tls,
+            max_message_bytes=config.router.max_message_bytes,
+            reuse_port=config.router.reuse_port,
+        )
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

@@ -69,6 +69,7 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _both("logprobs", "draw.logprobs", "each leg reports those of the tokens that it draws"),
     _router("request_id", "the client's name for it; workers see the id that the router minted"),
     _both("priority", "priority", "order of waiting on the worker"),
+    _both("preemptible", "preemptible", "each worker decides whose blocks to take"),
     _both("tenant", "prompt.root_hash", "salts the block hashes: tenants share no prefix"),
     _both("adapter", "prompt.root_hash", "part of the namespace of the block hashes"),
 )
@@ -116,6 +117,7 @@ def decode_command(
         owner=owner.worker if owner is not None else None,
         owner_endpoint=owner.endpoint if owner is not None else "",
         priority=prepared.priority,
+        preemptible=prepared.preemptible,
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None and owner is None else None,
     )
@@ -137,6 +139,7 @@ def prefill_command(
         reader=reader,
         reader_cached_blocks=reader_cached_blocks,
         priority=prepared.priority,
+        preemptible=prepared.preemptible,
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None else None,
     )

@@ -68,6 +68,7 @@ class Params:
     n: int
     logprobs: int | None
     priority: int
+    preemptible: bool
     tenant: str
     adapter: str
 
@@ -97,6 +98,7 @@ class Prepared:
     n: int
     logprobs: int | None
     priority: int
+    preemptible: bool
     tenant: str
     size_bytes: int
     arrival: float

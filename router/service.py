@@ -155,6 +155,7 @@ class InferenceService:
             n=params.n,
             logprobs=params.logprobs,
             priority=params.priority,
+            preemptible=params.preemptible,
             tenant=params.tenant,
             size_bytes=tokens.nbytes + hashes.nbytes,
             arrival=arrival,

@@ -92,6 +92,7 @@ def check_params(
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         priority=request.priority,
+        preemptible=request.preemptible if request.HasField("preemptible") else True,
         tenant=request.tenant,
         adapter=request.adapter,
     )

@@ -242,6 +242,11 @@ WORKER_PREFIX_FETCH_TIME = Histogram(
     buckets=SHORT_BUCKETS,
 )
 WORKER_PREEMPTIONS = Counter("twinpool_worker_num_preemptions", "Sequences preempted for lack of blocks.")
+WORKER_SWAPPED_BLOCKS = Counter(
+    "twinpool_worker_swapped_blocks",
+    "Blocks of preempted sequences copied to host memory (direction out) and back (in).",
+    ["direction"],
+)
 WORKER_EVICTED_BLOCKS = Counter("twinpool_worker_evicted_blocks", "Cached blocks given to other content.")
 WORKER_PROMPT_TOKENS = Counter("twinpool_worker_prompt_tokens", "Prompt tokens computed.")
 WORKER_GENERATION_TOKENS = Counter("twinpool_worker_generation_tokens", "Tokens drawn.")

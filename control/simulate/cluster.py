@@ -211,9 +211,18 @@ class Cluster:
     def _compute_there(self, attempt: Attempt) -> None:
         if attempt.dead:
             return
-        holder, job, own = attempt.fetch_from, attempt.job, attempt.reserved_cached
-        there = holder.cache.lookup(job.hashes[: job.usable]) if holder is not None and holder.alive else 0
-        if holder is None or there <= own:
+        holder = attempt.fetch_from
+        if holder is None:
+            self._decode_of(attempt).compute(attempt)
+        else:
+            self.clock.at(holder.answers_at(), self._pull_there, attempt, holder)
+
+    def _pull_there(self, attempt: Attempt, holder: Worker) -> None:
+        if attempt.dead:
+            return
+        job, own = attempt.job, attempt.reserved_cached
+        there = holder.cache.lookup(job.hashes[: job.usable]) if holder.alive else 0
+        if there <= own:
             self._decode_of(attempt).compute(attempt)
             return
         held = holder.cache.hold(job.hashes[:there])
@@ -233,16 +242,23 @@ class Cluster:
     def _prefill_command(self, attempt: Attempt) -> None:
         if attempt.dead:
             return
-        if attempt.fetch_from is not None and attempt.fetch_from.alive:
-            self._fetch(attempt, attempt.fetch_from)
+        holder = attempt.fetch_from
+        if holder is not None and holder.alive:
+            attempt.ready_at = float("inf")
+            self.clock.at(holder.answers_at(), self._fetch, attempt, holder)
         self._prefill_of(attempt).add(attempt)
 
     def _fetch(self, attempt: Attempt, holder: Worker) -> None:
         """Pulls what the prefill worker lacks of the holder's prefix; the prompt waits for it in its place in the queue."""
+        if attempt.dead:
+            return
         job, now = attempt.job, self.clock.now
         hashes = job.hashes[: job.usable]
-        own, there = attempt.prefill.cache.lookup(hashes), holder.cache.lookup(hashes)
+        own = attempt.prefill.cache.lookup(hashes)
+        there = holder.cache.lookup(hashes) if holder.alive else 0
         if there <= own:
+            attempt.ready_at = now
+            self._prefill_of(attempt).fetched()
             return
         held = holder.cache.hold(hashes[:there])
         attempt.ready_at = self.links.move(now, holder.name, attempt.prefill.name, there - own)

@@ -89,7 +89,7 @@ class Attempt:
     chunk: int = 0
     """Tokens in the running step."""
     compute_seconds: float = 0.0
-    """Of the steps that computed it."""
+    """Of the steps that computed it, its share by tokens."""
 
     # On the decode worker.
     decode_blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)

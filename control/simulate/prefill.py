@@ -25,6 +25,7 @@ class PrefillWorker(Worker):
         """Computed and not yet given back: their blocks are pinned for the reader."""
         self._waiting_tokens = 0
         self._step_took = 0.0
+        self._step_ends = 0.0
 
     def add(self, attempt: Attempt) -> None:
         """A prompt to compute."""
@@ -57,6 +58,10 @@ class PrefillWorker(Worker):
         if not self._stepping:
             self._plan()
 
+    def answers_at(self) -> float:
+        """See Worker."""
+        return max(self._step_ends, self.host.clock.now)
+
     def load(self) -> Load:
         """See Worker."""
         return Load(
@@ -82,7 +87,8 @@ class PrefillWorker(Worker):
             budget, seconds = self._chunk(admitted, budget, seconds)
         if step:
             self._step_took = seconds * self.slowness
-            self.host.clock.at(self.host.clock.now + self._step_took, self._step_done)
+            self._step_ends = self.host.clock.now + self._step_took
+            self.host.clock.at(self._step_ends, self._step_done)
 
     def _chunk(self, attempt: Attempt, budget: int, seconds: float) -> tuple[int, float]:
         left = attempt.job.request.input_length - attempt.computed
@@ -122,10 +128,11 @@ class PrefillWorker(Worker):
         self.step_seconds = took
         self.busy_seconds += took
         step, self._stepping = self._stepping, []
+        tokens = sum(attempt.chunk for attempt in step)
         for attempt in step:
             if attempt.dead:
                 continue
-            attempt.compute_seconds += took
+            attempt.compute_seconds += took * attempt.chunk / tokens
             attempt.computed += attempt.chunk
             attempt.job.computed += attempt.chunk
             self.computed_tokens += attempt.chunk

@@ -69,6 +69,10 @@ class Worker(ABC):
         self.alive = False
 
     @abstractmethod
+    def answers_at(self) -> float:
+        """When a message that comes now is answered: between two steps."""
+
+    @abstractmethod
     def load(self) -> Load:
         """What a load report says now."""
 

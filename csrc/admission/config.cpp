@@ -30,6 +30,7 @@ constexpr std::array k_fields{
     Field{"max_queue_bytes", &C::max_queue_bytes, 0, k_many},
     Field{"queue_ttl_seconds", &C::queue_ttl_seconds, 1e-3, k_day},
     Field{"ageing_seconds", &C::ageing_seconds, 1e-3, k_day},
+    Field{"order_stretch", &C::order_stretch, 0, 1000},
     Field{"max_bypass", &C::max_bypass, 0, k_many},
     Field{"max_attempts", &C::max_attempts, 1, 1000},
     Field{"max_resumes", &C::max_resumes, 0, 1000},

@@ -15,7 +15,10 @@ struct AdmissionConfig {
   std::int64_t max_queue_bytes = 0;
   double queue_ttl_seconds = 60.0;  // longest wait in the queue
   double ageing_seconds = 10.0;     // a tenant's line that is not served rises one priority each time
-  std::int64_t max_bypass = 32;     // smaller requests that may go before one that does not fit yet
+  // A request without a deadline is due that many times its expected compute later: short ones go first, and a long one
+  // is only passed by those that come within that time. 0: by arrival.
+  double order_stretch = 4.0;
+  std::int64_t max_bypass = 32;  // smaller requests that may go before one that does not fit yet
 
   // Attempts.
   std::int64_t max_attempts = 3;          // placements that failed, the first one included

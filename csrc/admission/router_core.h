@@ -156,6 +156,7 @@ class RouterCore {
   Refusal check_deadline(double now, const Request& request, Pool& pool);
   Refusal check_queue(double now, const Request& request, Pool& pool);
   QueuePlace enter_queue(double now, Request& request, bool front);
+  double due_without_deadline(double now, const Request& request);
   double drain_seconds(double now, Pool& pool, double tokens) const;
   [[nodiscard]] double clamp_retry(double seconds) const noexcept;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Places what can be placed, ends what must end.
 #include <algorithm>
+#include <cstring>
 
 #include "admission/router_core.h"
 
@@ -118,6 +119,12 @@ void RouterCore::decide(double now, const Request& request, placement::Decision&
   query.output_tokens = pools_[request.pool]->output_ratio.expect(request.max_new_tokens);
   query.choices = request.choices;
   query.arrivals = pools_[request.pool]->ended_requests.per_second(now);
+  query.waiting = std::max(0.0, static_cast<double>(pools_[request.pool]->queue.requests()) - 1.0);
+  // The last full block stands for all of the prompt.
+  if (request.hashes.size() >= sizeof query.anchor) {
+    std::memcpy(&query.anchor, request.hashes.data() + request.hashes.size() - sizeof query.anchor,
+                sizeof query.anchor);
+  }
   query.avoid = request.avoid;
   query.any_load = any_load;
   placer_.choose(query, decision);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "admission/router_core.h"
+#include "placement/placer_detail.h"
 
 namespace twinpool::admission {
 
@@ -79,26 +80,6 @@ Submission RouterCore::submit(double now, const SubmitArguments& arguments) {
   QueuePlace place = enter_queue(now, stored, false);
   transition(now, stored, Enqueue{std::move(slot), std::move(place)});
   return Submission{true, id, Cause::none, "", 0.0};
-}
-
-bool RouterCore::extend(std::uint64_t id, std::int64_t prompt_tokens, std::int64_t max_new_tokens,
-                        std::span<const std::uint8_t> hashes) {
-  const auto found = requests_.find(id);
-  require(found != requests_.end(), [&] { return "request " + std::to_string(id) + " is not known"; });
-  Request& request = found->second;
-  if (terminal(request.state)) {
-    return false;
-  }
-  if (!std::holds_alternative<Retrying>(request.state)) {
-    illegal_event("extend", name_of(request.state));
-  }
-  require(prompt_tokens >= request.prompt_tokens, "prompt_tokens; allowed: at least as many as before");
-  require(max_new_tokens >= 1, "max_new_tokens; allowed: at least 1");
-  require(hashes.size() % prefix::k_hash_bytes == 0, "hashes; allowed: 16 bytes each");
-  request.prompt_tokens = prompt_tokens;
-  request.max_new_tokens = max_new_tokens;
-  request.hashes.assign(hashes.begin(), hashes.end());
-  return true;
 }
 
 void RouterCore::check_arguments(double now, const SubmitArguments& arguments) const {
@@ -222,8 +203,7 @@ QueuePlace RouterCore::enter_queue(double now, Request& request, bool front) {
   item.tenant = request.tenant;
   item.weight = tenants_.limits(request.tenant).weight;
   item.priority = request.priority;
-  // No deadline counts as the end of the longest wait: else it would always be passed by those that have one.
-  item.due = request.deadline == k_never ? request.arrival + config_.queue_ttl_seconds : request.deadline;
+  item.due = request.deadline == k_never ? due_without_deadline(now, request) : request.deadline;
   const std::int64_t output = to.output_ratio.expect(request.max_new_tokens) * request.choices;
   item.cost = static_cast<double>(request.prompt_tokens + output);
   item.tokens = request.prompt_tokens;
@@ -234,6 +214,36 @@ QueuePlace RouterCore::enter_queue(double now, Request& request, bool front) {
   request.blocked_version = UINT64_MAX;
   request.bypassed = 0;
   return to.queue.push(now, item);
+}
+
+// No deadline counts as the end of the longest wait: else it would always be passed by those that have one. Among those
+// without, little work goes first (most requests then wait least), and waiting counts: a stretch of its own compute is
+// what a request may be passed for.
+double RouterCore::due_without_deadline(double now, const Request& request) {
+  const double due = request.arrival + config_.queue_ttl_seconds;
+  if (config_.order_stretch == 0) {
+    return due;
+  }
+  index_.longest_prefix(request.hashes, lengths_);
+  const bool anywhere = config_.prefix_fetch != 0;
+  const placement::Worker* like = nullptr;
+  std::uint32_t held = 0;
+  for (const std::uint32_t slot : workers_.of_pool(request.pool)) {
+    const placement::Worker& worker = workers_.at(slot);
+    const bool computes = worker.spec.role == placement::Role::prefill && worker.usable(now);
+    if (computes && like == nullptr) {
+      like = &worker;
+    }
+    if (computes || anywhere) {
+      held = std::max(held, lengths_.blocks[worker.index_slot]);
+    }
+  }
+  if (like == nullptr) {
+    return due;
+  }
+  const std::int64_t cached =
+      std::min(static_cast<std::int64_t>(held) * like->spec.block_tokens, request.prompt_tokens - 1);
+  return due + config_.order_stretch * placement::prefill_seconds(*like, request.prompt_tokens - cached, cached);
 }
 
 // Seconds until the pool has taken so many queued prompt tokens; 0 if its speed is unknown. The greater of what it

@@ -4,8 +4,25 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace twinpool::placement {
+
+namespace {
+
+// Rendezvous hashing: a well mixed number of the content and the name (FNV-1a, splitmix64).
+std::uint64_t rank(std::uint64_t anchor, const std::string& name) noexcept {
+  std::uint64_t mixed = 0xcbf29ce484222325U;
+  for (const char c : name) {
+    mixed = (mixed ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  }
+  mixed ^= anchor;
+  mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9U;
+  mixed = (mixed ^ (mixed >> 27U)) * 0x94d049bb133111ebU;
+  return mixed ^ (mixed >> 31U);
+}
+
+}  // namespace
 
 const char* name_of(Obstacle obstacle) noexcept {
   switch (obstacle) {
@@ -71,6 +88,7 @@ void Placer::chosen(const Candidate& candidate) {
 
 Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
   prefill_.clear();
+  pressure_ = prefill_pressure(query);
   Obstacle obstacle = Obstacle::no_prefill_worker;
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& worker = workers_.at(slot);
@@ -131,24 +149,73 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
       side.wait = std::max(side.wait, known_wait / static_cast<double>(known));
     }
     side.done = side.wait + side.source.fetch + side.source.compute;
+    side.cost = side.done + side.harm;
   }
+  settle_alike(query);
   const bool room = std::any_of(prefill_.begin(), prefill_.end(), [](const PrefillSide& p) { return !p.full; });
   return room ? Obstacle::none : obstacle;
+}
+
+// Costs rest on fitted models, so those that differ by a little less than the
+// models do are the same. Of these the one that has to pull least is taken, then
+// one that the prompt's content picks: two routers that know the same choose the
+// same, whatever each has placed before.
+void Placer::settle_alike(const Query& query) {
+  constexpr double k_alike = 0.05;
+  if (query.anchor == 0) {
+    return;
+  }
+  double least = std::numeric_limits<double>::infinity();
+  for (const PrefillSide& side : prefill_) {
+    least = side.full ? least : std::min(least, side.cost);
+  }
+  for (PrefillSide& side : prefill_) {
+    const Worker& worker = workers_.at(side.slot);
+    side.pull = static_cast<std::uint64_t>(side.source.fetch_blocks);
+    side.served = rank(query.anchor, worker.spec.name);
+    side.turn = 0;
+    if (side.cost <= least * (1.0 + k_alike)) {
+      side.cost = least;
+    }
+  }
 }
 
 void Placer::add_prefill(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached) {
   PrefillSide side{};
   side.slot = slot;
   side.fingerprint = worker.fingerprint_id;
-  side.source = source_of(query, worker, cached);
   side.wait = worker.queued_prefill_tokens() * worker.prefill.coefficients()[1];
+  side.source = source_of(query, worker, cached, side.wait, pressure_);
+  side.harm = pressure_ * side.source.compute;
   side.served = worker.served;
   side.turn = (slot + rotation_) % (workers_.slots() + 1);
   side.unknown = !worker.report;
   prefill_.push_back(side);
 }
 
-Placer::Source Placer::source_of(const Query& query, const Worker& worker, std::int64_t cached) const {
+// How many others a prompt's compute delays on average: its share of those that
+// wait in the router, and those that come before the backlog of its worker has
+// drained. Without it a busy pool would compute again what a little patience
+// could have pulled.
+double Placer::prefill_pressure(const Query& query) const {
+  constexpr double k_most = 8.0;
+  double workers = 0.0;
+  double backlog = 0.0;
+  for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
+    const Worker& worker = workers_.at(slot);
+    if (worker.spec.role == Role::prefill && worker.usable(query.now)) {
+      workers += 1.0;
+      backlog += worker.queued_prefill_tokens() * worker.prefill.coefficients()[1];
+    }
+  }
+  if (workers == 0.0) {
+    return 0.0;
+  }
+  return std::min(k_most, (query.waiting + query.arrivals * backlog / workers) / workers);
+}
+
+Placer::Source Placer::source_of(const Query& query, const Worker& worker, std::int64_t cached, double wait,
+                                 double pressure) const {
   Source source;
   // The last prompt token is always computed: its logits give the first token.
   source.cached = std::min(cached, (query.prompt_tokens - 1) / worker.spec.block_tokens);
@@ -156,50 +223,53 @@ Placer::Source Placer::source_of(const Query& query, const Worker& worker, std::
   source.uncached = query.prompt_tokens - cached_tokens;
   source.compute = prefill_seconds(worker, source.uncached, cached_tokens);
   if (limits_.prefix_fetch) {
-    fetch_option(query, worker, source);
+    fetch_option(query, worker, wait, pressure, source);
   }
   return source;
 }
 
-// Pulling the missing part of the prefix from its best holder, where that beats
-// computing it.
-void Placer::fetch_option(const Query& query, const Worker& worker, Source& source) const {
+// Pulling the missing part of the prefix from the holder from which the first
+// token comes soonest, where that beats computing it. A prompt is pulled for
+// while it waits for those before it: only what sticks out of the wait delays it.
+void Placer::fetch_option(const Query& query, const Worker& worker, double wait, double pressure,
+                          Source& source) const {
+  // Holders that cost about the same take turns: a prefix that all prompts share
+  // must not make one worker serve it to all.
+  constexpr double k_alike = 0.05;
   const std::int64_t usable = (query.prompt_tokens - 1) / worker.spec.block_tokens;
-  std::int64_t most = source.cached;
+  const std::int64_t own = source.cached;
+  const double own_cost = source.compute * (1.0 + pressure);
+  double best = own_cost;
   std::uint64_t best_turn = 0;
-  const Worker* holder = nullptr;
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& other = workers_.at(slot);
     const auto held = std::min(static_cast<std::int64_t>(query.cached_blocks[other.index_slot]), usable);
-    const std::uint64_t turn = (slot + rotation_) % (workers_.slots() + 1);
-    // Holders of as much take turns: a prefix that all prompts share must not
-    // make one worker serve it to all.
-    const bool better = held > most || (holder != nullptr && held == most && turn < best_turn);
-    if (&other == &worker || other.fingerprint_id != worker.fingerprint_id || query.now < other.quarantined_until ||
-        !better) {
+    if (held <= own || &other == &worker || other.fingerprint_id != worker.fingerprint_id ||
+        query.now < other.quarantined_until) {
       continue;
     }
-    most = held;
+    // A holder answers between two of its steps.
+    const bool steps = other.report && other.report->running > 0;
+    const double answer = steps ? other.report->step_seconds / 2.0 : 0.0;
+    const double pull = worker.transfer.predict(static_cast<double>(held - own), 0.0) + answer;
+    const double fetch = std::max(0.0, pull - wait);
+    const std::int64_t cached_tokens = held * worker.spec.block_tokens;
+    const std::int64_t uncached = query.prompt_tokens - cached_tokens;
+    const double compute = prefill_seconds(worker, uncached, cached_tokens);
+    const double cost = fetch + compute * (1.0 + pressure);
+    const std::uint64_t turn = (slot + rotation_) % (workers_.slots() + 1);
+    const bool alike = source.fetch_blocks > 0 && std::abs(cost - best) <= k_alike * best;
+    if (cost >= own_cost || (alike ? turn >= best_turn : cost >= best)) {
+      continue;
+    }
+    best = std::min(best, cost);
     best_turn = turn;
-    holder = &other;
+    source.fetch = fetch;
+    source.compute = compute;
+    source.uncached = uncached;
+    source.fetch_from = workers_.ref(other);
+    source.fetch_blocks = held;
   }
-  if (holder == nullptr) {
-    return;
-  }
-  // A holder answers between two of its steps.
-  const bool steps = holder->report && holder->report->running > 0;
-  const double answer = steps ? holder->report->step_seconds / 2.0 : 0.0;
-  const std::int64_t cached_tokens = most * worker.spec.block_tokens;
-  const double fetch = worker.transfer.predict(static_cast<double>(most - source.cached), 0.0) + answer;
-  const double compute = prefill_seconds(worker, query.prompt_tokens - cached_tokens, cached_tokens);
-  if (fetch + compute >= source.compute) {
-    return;
-  }
-  source.fetch = fetch;
-  source.compute = compute;
-  source.uncached = query.prompt_tokens - cached_tokens;
-  source.fetch_from = workers_.ref(*holder);
-  source.fetch_blocks = most;
 }
 
 }  // namespace twinpool::placement

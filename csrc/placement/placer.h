@@ -30,7 +30,9 @@ struct Query {
   std::int64_t prompt_tokens = 0;
   std::int64_t output_tokens = 0;  // expected, of one choice
   std::int64_t choices = 1;
-  double arrivals = 0.0;  // requests of the pool a second, of late
+  double arrivals = 0.0;     // requests of the pool a second, of late
+  double waiting = 0.0;      // others of the pool that wait in the router
+  std::uint64_t anchor = 0;  // of the prompt's content: what routers break ties alike by; 0: unknown
   std::span<const WorkerRef> avoid;
   bool any_load = false;  // predict on ready workers as if all had room
 };
@@ -38,7 +40,7 @@ struct Query {
 /// Seconds of each part of a pair's cost.
 struct CostTerms {
   double prefill_wait = 0.0;
-  double fetch = 0.0;
+  double fetch = 0.0;  // what of the pull of a prefix is not hidden behind the wait
   double compute = 0.0;
   double transfer = 0.0;  // what of the pull is not hidden behind the compute
   double decode_wait = 0.0;
@@ -129,7 +131,9 @@ class Placer {
     std::uint32_t slot, fingerprint;
     Source source;
     double wait, done;  // done: seconds from placement to the first token
-    std::uint64_t served, turn;
+    double harm;        // what the compute delays others
+    double cost;        // done and harm; equal for those that are alike
+    std::uint64_t pull, served, turn;
     bool unknown;
     bool full;  // takes nothing now; only what it would cost is looked at
   };
@@ -149,8 +153,11 @@ class Placer {
   void add_prefill(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached);
   void add_decode(const Query& query, const Worker& worker, std::uint32_t slot, std::int64_t cached);
   void add_local(const Query& query, const Worker& worker, std::int64_t cached, double busy, DecodeSide& side) const;
-  [[nodiscard]] Source source_of(const Query& query, const Worker& worker, std::int64_t cached) const;
-  void fetch_option(const Query& query, const Worker& worker, Source& source) const;
+  [[nodiscard]] Source source_of(const Query& query, const Worker& worker, std::int64_t cached, double wait,
+                                 double pressure) const;
+  [[nodiscard]] double prefill_pressure(const Query& query) const;
+  void settle_alike(const Query& query);
+  void fetch_option(const Query& query, const Worker& worker, double wait, double pressure, Source& source) const;
   void pairs(Decision& decision);
   void offer(Decision& decision, const PrefillSide* prefill,
              const DecodeSide& decode);  // no prefill: local
@@ -161,10 +168,11 @@ class Placer {
   WorkerTable& workers_;
   PlacementLimits limits_;
   std::uint64_t rotation_ = 0;
+  double pressure_ = 0.0;
   std::vector<PrefillSide> prefill_;
   std::vector<DecodeSide> decode_;
   std::size_t decode_workers_ = 0;  // that are ready, with room or without
-  std::array<std::uint64_t, 3> best_tie_{};
+  std::array<std::uint64_t, 4> best_tie_{};
   double best_total_ = 0.0;
   double blocked_total_ = 0.0;  // least cost of a pair whose prefill worker is full
 };

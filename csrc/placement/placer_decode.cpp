@@ -125,12 +125,12 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
 // So a short suffix is cheap and a long prompt is dear even where nothing runs.
 void Placer::add_local(const Query& query, const Worker& worker, std::int64_t cached, double busy,
                        DecodeSide& side) const {
-  side.local_source = source_of(query, worker, cached);
   const double queued = worker.queued_prefill_tokens();
+  side.local_wait = queued * worker.prefill.coefficients()[1];
+  side.local_source = source_of(query, worker, cached, side.local_wait, limits_.harm_weight * busy);
   const double compute = side.local_source.compute;
   const double arrivals =
       std::max(query.arrivals / static_cast<double>(std::max<std::size_t>(decode_workers_, 1)), limits_.quiet_arrivals);
-  side.local_wait = queued * worker.prefill.coefficients()[1];
   side.local_harm = limits_.harm_weight * compute * (busy + arrivals * compute / 2.0);
   const double window = queued + static_cast<double>(side.local_source.uncached);
   side.local = query.any_load || queued <= 0 || limits_.prefill_window_tokens <= 0 ||
@@ -165,14 +165,15 @@ void Placer::offer(Decision& decision, const PrefillSide* prefill, const DecodeS
           : std::max(decode.transfer - prefill->source.fetch - prefill->source.compute, decode.last_chunk);
   const double side = prefill == nullptr ? decode.local_wait + decode.local_source.fetch + decode.local_source.compute +
                                                decode.local_harm
-                                         : prefill->done;
+                                         : prefill->cost;
   const double total = side + transfer + decode.wait + decode.harm;
   if (prefill != nullptr && prefill->full) {
     blocked_total_ = std::min(blocked_total_, total);
     return;
   }
   ++decision.pairs;
-  const std::array<std::uint64_t, 3> tie{prefill == nullptr ? 0 : prefill->served, decode.served,
+  const std::array<std::uint64_t, 4> tie{prefill == nullptr ? 0 : prefill->pull,
+                                         prefill == nullptr ? 0 : prefill->served, decode.served,
                                          decode.turn + (prefill == nullptr ? 0 : prefill->turn)};
   if (decision.pairs > 1) {
     const bool equal = std::abs(total - best_total_) <= k_tie * best_total_;
@@ -228,6 +229,7 @@ Candidate Placer::candidate(const PrefillSide* prefill, const DecodeSide& decode
   } else {
     made.prefill = workers_.ref(workers_.at(prefill->slot));
     made.terms.prefill_wait = prefill->wait;
+    made.terms.harm += prefill->harm;
   }
   const Source& source = prefill == nullptr ? decode.local_source : prefill->source;
   made.fetch_from = source.fetch_from;

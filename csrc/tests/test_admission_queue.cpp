@@ -180,6 +180,7 @@ TEST(AdmissionQueue, HigherBandsGoFirstThenDeadlinesThenArrival) {
 
 TEST(AdmissionQueue, ASmallOneMayPassABlockedLargeOneButNotForEver) {
   AdmissionConfig config;
+  config.order_stretch = 0;
   config.max_bypass = 5;
   Cluster cluster(config);
   cluster.prefill(1);

@@ -208,6 +208,7 @@ TEST(Placement, DecodeSequencesAreACap) {
 
 TEST(Placement, WindowsHoldAndAnIdleWorkerTakesAnyPrompt) {
   AdmissionConfig config;
+  config.order_stretch = 0;
   config.prefill_window_tokens = 1000;
   config.transfer_window_requests = 3;
   Cluster cluster(config);

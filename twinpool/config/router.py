@@ -15,6 +15,10 @@ class RouterSection(Section):
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port of the gRPC services; 0: a free one.")
+    reuse_port: bool = Field(
+        default=False,
+        description="Share a fixed port with other router processes of this host: the kernel spreads connections over them.",
+    )
     name: OptionalName = Field(default="", description="Stable name; empty: router and a random suffix.")
     pool: Name = Field(default="default", description="Pool whose workers answer.")
     tokenizer_threads: int = Field(
@@ -106,6 +110,12 @@ class RouterSection(Section):
         gt=0,
         le=86400,
         description="A waiting request rises one priority each time this passes, in seconds.",
+    )
+    order_stretch: float = Field(
+        default=4.0,
+        ge=0,
+        le=1000,
+        description="Without a deadline, a request is due this many times its expected compute later: short ones first; 0: by arrival.",
     )
     max_attempts: int = Field(
         default=3, ge=1, le=100, description="Most placements of one request until its client has a token."

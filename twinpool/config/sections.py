@@ -90,6 +90,15 @@ class KVConfig(Section):
             "the fingerprint."
         ),
     )
+    host_blocks: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 24,
+        description=(
+            "Blocks of host memory that keep the KV of preempted sequences; allocated at start. 0: such sequences are recomputed, "
+            "which is right where host memory is scarce or preemption rare."
+        ),
+    )
     poison_freed: bool = Field(
         default=False,
         description="Fill freed blocks with NaN, so that a read of them shows. For tests: it costs a write.",
@@ -112,7 +121,22 @@ class SchedulerSection(Section):
         le=1 << 20,
         description="Most prompt tokens of one sequence in one step. Smaller chunks let the pull of KV overlap more.",
     )
-    policy: Literal["fcfs", "priority"] = Field(default="fcfs", description="Order of the waiting sequences.")
+    policy: Literal["fcfs", "priority", "shortest_uncached"] = Field(
+        default="fcfs",
+        description=(
+            "Order of the waiting sequences: by arrival; by priority, then arrival; or fewest tokens to compute first. Under "
+            "priority it also decides who gives way first."
+        ),
+    )
+    max_overtaken: int = Field(
+        default=64,
+        ge=0,
+        le=1 << 20,
+        description=(
+            "Admissions to the batch that a waiting sequence sees at most before it goes first, whatever the policy; 0: no "
+            "bound. 64: a batch's worth."
+        ),
+    )
 
 
 class TransferConfig(Section):

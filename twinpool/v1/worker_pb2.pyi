@@ -357,10 +357,13 @@ class PrefillCommand(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     reader_cached_blocks: _builtins.int
     """Leading blocks that the reader already holds and will not read."""
     priority: _builtins.int
     """Higher goes first."""
+    preemptible: _builtins.bool
+    """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -396,12 +399,15 @@ class PrefillCommand(_message.Message):
         priority: _builtins.int = ...,
         deadline: _duration_pb2.Duration | None = ...,
         prefix: Global___PrefixSource | None = ...,
+        preemptible: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
+    _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
 
 Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
 
@@ -419,10 +425,13 @@ class DecodeCommand(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
     """Higher goes first."""
+    preemptible: _builtins.bool
+    """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -460,12 +469,15 @@ class DecodeCommand(_message.Message):
         priority: _builtins.int = ...,
         deadline: _duration_pb2.Duration | None = ...,
         prefix: Global___PrefixSource | None = ...,
+        preemptible: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
+    _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
 
@@ -721,7 +733,7 @@ class PrefillDone(_message.Message):
 
     @_builtins.property
     def compute_time(self) -> _duration_pb2.Duration:
-        """From the first chunk's start to the first token."""
+        """Of the steps that computed it, its share by tokens."""
 
     @_builtins.property
     def fetched(self) -> Global___PrefixFetched:

@@ -131,6 +131,7 @@ class PrefillWork:
     priority: int
     deadline_seconds: float | None
     prefix: PrefixSource | None = None
+    preemptible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class DecodeWork:
     priority: int
     deadline_seconds: float | None
     prefix: PrefixSource | None = None
+    preemptible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits) -> PrefillWork:
         priority=command.priority,
         deadline_seconds=_deadline(command),
         prefix=_prefix(command, prompt),
+        preemptible=command.preemptible if command.HasField("preemptible") else True,
     )
 
 
@@ -232,6 +235,7 @@ def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
         priority=command.priority,
         deadline_seconds=_deadline(command),
         prefix=_prefix(command, prompt),
+        preemptible=command.preemptible if command.HasField("preemptible") else True,
     )
 
 

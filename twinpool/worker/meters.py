@@ -33,6 +33,9 @@ class Meters:
         preempted = len(plan.preempted)
         if preempted:
             metrics.WORKER_PREEMPTIONS.inc(preempted)
+        for direction, pairs in (("out", plan.swap_out), ("in", plan.swap_in)):
+            if len(pairs):
+                metrics.WORKER_SWAPPED_BLOCKS.labels(direction).inc(len(pairs))
 
     def step_failed(self) -> None:
         """A step raised."""

@@ -12,6 +12,7 @@ from twinpool._core import BlockManager, SchedulerConfig, StepScheduler
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.fingerprint import fingerprint
+from twinpool.engine.kv.host import HostPool
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
 from twinpool.engine.models.base import KVLayout
@@ -134,7 +135,11 @@ def build_stack(
         pool = KVPool(kv.num_blocks, layers, kv.block_tokens, rows.columns, rows.dtype, device)
     except MemoryError as error:
         raise ConfigError(f"kv.num_blocks: {kv.num_blocks} blocks: {error}", key="kv.num_blocks") from None
-    runner = ModelRunner(model, pool, threads=config.worker.threads)
+    try:
+        host = HostPool(pool, kv.host_blocks) if kv.host_blocks else None
+    except MemoryError as error:
+        raise ConfigError(f"kv.host_blocks: {error}", key="kv.host_blocks") from None
+    runner = ModelRunner(model, pool, host=host, threads=config.worker.threads)
     runner.warmup(max_batched_tokens=steps.max_chunk_tokens, max_num_seqs=steps.max_num_seqs)
     blocks = BlockManager(kv.num_blocks, kv.block_tokens, pool.generations)
     limits = SchedulerConfig(
@@ -142,6 +147,8 @@ def build_stack(
         max_batched_tokens=steps.max_batched_tokens,
         max_chunk_tokens=steps.max_chunk_tokens,
         policy=steps.policy,
+        max_overtaken=steps.max_overtaken,
+        host_blocks=kv.host_blocks,
     )
     seconds = time.monotonic() - started
     metrics.WORKER_MODEL_LOAD_TIME.set(seconds)

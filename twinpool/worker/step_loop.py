@@ -58,6 +58,7 @@ async def outcome(future: "Future[T]") -> T:
 class Runner(Protocol):
     """What the loop needs of the engine's runner."""
 
+    def swap(self, plan: StepPlan) -> None: ...
     def step(self, plan: StepPlan, draws: list[SequenceDraw]) -> StepResult: ...
 
 
@@ -238,13 +239,16 @@ class StepLoop:
     def _step(self, now: float) -> bool:
         began = self._clock()
         plan = self._scheduler.plan(now)
-        # The step writes into blocks that the plan has given out: what it freed is poisoned before.
-        self._poison()
         if plan.empty:
+            self._poison()
             self._scheduler.abort_plan(plan)
             return False
         planned = self._clock()
         try:
+            # Blocks that the plan has taken from sequences keep their content until here.
+            self._runner.swap(plan)
+            # The step writes into blocks that the plan has given out: what it freed is poisoned before.
+            self._poison()
             draws = self.role.draws(plan)
             # Peers need not wait for the step to hear what it starts from.
             self._outbox.flush()

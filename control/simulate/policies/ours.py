@@ -170,10 +170,10 @@ class CoreRouter:
         self._forget(attempt.job)
         return False
 
-    def withdraw(self, now: float, job: Job) -> None:
-        """Takes back a request that waits for ``plan``."""
-        self.core.advance(now, self._numbers[job.request.id], 0, "cancel")
-        self._waiting -= 1
+    def withdraw(self, now: float, job: Job, attempt: int = 0) -> None:
+        """Takes back a request that waits for ``plan``, or that it has placed: then with the attempt's number."""
+        self.core.advance(now, self._numbers[job.request.id], attempt, "cancel")
+        self._waiting -= attempt == 0
         self._forget(job)
 
     def _advance(self, now: float, attempt: Attempt, event: str, detail: str = "") -> str:

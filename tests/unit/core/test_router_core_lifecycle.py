@@ -56,6 +56,7 @@ def test_the_limits_that_the_page_names_exist() -> None:
     for name in (
         "queue_ttl_seconds",
         "ageing_seconds",
+        "order_stretch",
         "max_bypass",
         "max_refusals",
         "max_attempts",

@@ -108,6 +108,25 @@ def test_preemption_gives_the_same_tokens(model: Any, reference: Oracle) -> None
     assert idle(local)
 
 
+@pytest.mark.parametrize("host_blocks", [2, 40])
+def test_a_swap_to_host_memory_gives_the_same_tokens(model: Any, reference: Oracle, host_blocks: int) -> None:
+    """Freed blocks are poisoned: KV that was not saved before, or not brought back, would show."""
+    prompts = prompts_of(3, [40, 44, 38, 47, 41])
+    local = engine(model, num_blocks=13, host_blocks=host_blocks)
+    generations = [local.submit(prompt, DrawParams(temperature=0.0, max_tokens=40)) for prompt in prompts]
+    swapped = 0
+    while local.busy:
+        assert local.step()
+        swapped = max(swapped, local.scheduler.host_blocks_used)
+        local.blocks.reset_cache()  # what the cache still has is not brought back
+    assert sum(generation.preemptions for generation in generations) > 0, "the pool was meant to be too small"
+    assert (swapped > 0) == (host_blocks == 40), "two blocks hold none of these prompts"
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert generation.tokens == reference.greedy(prompt, 40, ignore_eos=True)
+    assert local.scheduler.host_blocks_used == 0
+    assert idle(local)
+
+
 def test_sampled_streams_survive_preemption_and_company(model: Any) -> None:
     prompts = prompts_of(4, [30, 36, 41])
     params = [

@@ -86,6 +86,7 @@ def requests(draw: st.DrawFn) -> Prepared:
         n=draw(st.integers(1, 16)),
         logprobs=draw(st.none() | st.integers(0, 20)),
         priority=draw(st.integers(-100, 100)),
+        preemptible=draw(st.booleans()),
         tenant=tenant,
         size_bytes=0,
         arrival=0.0,
@@ -103,6 +104,7 @@ EXPECTED: dict[str, Any] = {
     "n": lambda p: p.n,
     "logprobs": lambda p: p.logprobs or 0,
     "priority": lambda p: p.priority,
+    "preemptible": lambda p: p.preemptible,
     "tenant": lambda p: p.root,
     "adapter": lambda p: p.root,
 } | {
@@ -162,7 +164,7 @@ def test_a_decode_leg_that_computes_the_prompt_gets_all_that_prefill_gets(prepar
     prefill = prefill_command(prepared, ATTEMPT, OTHER, 0, SOURCE)
     assert not local.HasField("owner")
     assert not local.owner_endpoint
-    for name in ("id", "prompt", "draw", "priority", "prefix"):
+    for name in ("id", "prompt", "draw", "priority", "preemptible", "prefix"):
         assert getattr(local, name) == getattr(prefill, name)
 
 
@@ -177,7 +179,7 @@ def test_tenants_share_no_prefix() -> None:
 def test_a_deadline_travels_as_what_is_left(left: float) -> None:
     prepared = Prepared(
         "r", "r", GROUP, np.array([1], np.int32), np.zeros((0, 16), np.uint8), b"\0" * 16,
-        inference.SamplingParams(), 1, 0, (), (), False, 1, None, 0, "", 0, 0.0, 0.0, Deadline.after(left),
+        inference.SamplingParams(), 1, 0, (), (), False, 1, None, 0, True, "", 0, 0.0, 0.0, Deadline.after(left),
     )  # fmt: skip
     sent = decode_command(prepared, ATTEMPT, OWNER).deadline.ToNanoseconds() / 1e9
     assert left - 0.5 <= sent <= left

@@ -33,7 +33,7 @@ def prepared(tokens: list[int]) -> Prepared:
     array = np.array(tokens, np.int32)
     return Prepared(
         "r", "r", GROUP, array, hash_blocks(ROOT, array, BLOCK), ROOT, inference.SamplingParams(), 100, 0, (),
-        (), False, 1, None, 0, "", 0, 0.0, 0.0, Deadline(),
+        (), False, 1, None, 0, True, "", 0, 0.0, 0.0, Deadline(),
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_every_limit_of_the_configuration_reaches_the_core() -> None:
     section = RouterSection(
         max_queue_requests=11, max_queue_tokens=12, max_queue_bytes=2000, queue_ttl_seconds=14.0, max_attempts=5,
         ageing_seconds=16.0, prefill_window_tokens=17, transfer_window_requests=18, max_tenant_requests=19,
-        tenant_tokens_per_second=20.0, tenant_burst_tokens=21.0,
+        tenant_tokens_per_second=20.0, tenant_burst_tokens=21.0, order_stretch=3.0,
     )  # fmt: skip
     config = core_config(section)
     for name in AdmissionConfig.FIELDS:

@@ -142,24 +142,52 @@ def test_many_at_once_in_a_small_pool() -> None:
     pair.assert_quiet()
 
 
-def test_a_sequence_that_loses_its_blocks_is_computed_again() -> None:
-    """Two answers outgrow the pool; the loser starts over and says nothing twice."""
-    pair = Pair(decode_blocks=9, max_num_seqs=4)
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_a_sequence_that_loses_its_blocks_goes_on_later(host_blocks: int) -> None:
+    """Two answers outgrow the pool; the loser is computed again or comes back from host memory, and says nothing twice."""
+    pair = Pair(decode_blocks=9, max_num_seqs=4, host_blocks=host_blocks)
     prompts = {name: random_prompt(2 * BLOCK + 2, seed) for seed, name in enumerate(("a", "b"))}
     for name, prompt in prompts.items():
         pair.start(prompt, name, max_tokens=45)
     answers = {name: Answer(1) for name in prompts}
     done: set[str] = set()
-    preempted = 0
+    preempted = swapped = 0
     for _ in range(400):
         pair.turn()
         preempted += pair.decode.stack.scheduler.waiting
+        swapped += pair.decode.stack.scheduler.host_blocks_used
         _sort_out(pair, answers, done)
         if len(done) == 2:
             break
     assert preempted
+    assert bool(swapped) == bool(host_blocks)
     for name, prompt in prompts.items():
         assert answers[name].tokens == [reference(prompt, 45)]
+    pair.assert_quiet()
+
+
+def test_an_answer_that_is_not_preemptible_keeps_its_blocks() -> None:
+    """It gets the blocks of its whole answer at once; the other one gives way, although it has more to lose."""
+    pair = Pair(decode_blocks=9, max_num_seqs=4)
+    prompts = {"long": random_prompt(4 * BLOCK), "kept": random_prompt(BLOCK, seed=1)}
+    pair.start(prompts["long"], "long", max_tokens=50)
+    pair.start(prompts["kept"], "kept", max_tokens=3 * BLOCK + 1, preemptible=False)
+    scheduler = pair.decode.stack.scheduler
+    answers = {name: Answer(1) for name in prompts}
+    done: set[str] = set()
+    finished_first = None
+    preempted = 0
+    for _ in range(400):
+        pair.turn()
+        preempted += scheduler.waiting
+        _sort_out(pair, answers, done)
+        finished_first = finished_first or next(iter(done), None)
+        if len(done) == 2:
+            break
+    assert preempted
+    assert finished_first == "kept"
+    assert answers["kept"].tokens == [reference(prompts["kept"], 3 * BLOCK + 1)]
+    assert answers["long"].tokens == [reference(prompts["long"], 50)]
     pair.assert_quiet()
 
 

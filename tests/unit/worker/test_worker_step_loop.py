@@ -49,6 +49,9 @@ class FakeCore:
         if not plan.empty:
             self.calls.append("abort")
 
+    def swap(self, plan: FakePlan) -> None:
+        self.swapped_before_poison = self.freed[:]
+
     def step(self, plan: FakePlan, draws: object) -> Any:
         self.calls.append("step")
         if self.step_error is not None:

@@ -10,10 +10,11 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
-from worker_requests import BLOCK, ROOT, decode_command, prefill_command
+from worker_requests import BLOCK, ROOT, cancel_command, decode_command, prefill_command, random_prompt
 
 from twinpool._core import BlockManager, SchedulerConfig, StepScheduler, hash_blocks
 from twinpool.config import TwinpoolConfig
+from twinpool.engine.kv.host import HostPool
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import load_model
 from twinpool.engine.models.base import DecoderModel
@@ -32,7 +33,7 @@ from twinpool.worker.commands import Limits, parse_command, worker_id
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.stack import EngineStack
 
-__all__ = ["BLOCK", "ROOT", "decode_command", "prefill_command"]
+__all__ = ["BLOCK", "ROOT", "cancel_command", "decode_command", "prefill_command", "random_prompt"]
 
 SESSION = 1
 
@@ -44,22 +45,28 @@ def tiny_model(family: str = "llama") -> DecoderModel:
     return load_model(path)
 
 
-def stack(num_blocks: int, *, max_num_seqs: int = 8, max_chunk_tokens: int = 32) -> EngineStack:
+def stack(
+    num_blocks: int, *, max_num_seqs: int = 8, max_chunk_tokens: int = 32, host_blocks: int = 0
+) -> EngineStack:
     """An engine over its own pool and the shared model."""
     model = tiny_model()
     layout = model.kv_layout
     pool = KVPool(num_blocks, layout.layers, BLOCK, layout.width)
     blocks = BlockManager(num_blocks, BLOCK, pool.generations)
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_batched_tokens=128, max_chunk_tokens=max_chunk_tokens
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=128,
+        max_chunk_tokens=max_chunk_tokens,
+        host_blocks=host_blocks,
     )
+    host = HostPool(pool, host_blocks) if host_blocks else None
     return EngineStack(
         fingerprint="unit",
         pool=pool,
         memory=PoolMemory.of_tensor(pool.tensor),
         blocks=blocks,
         scheduler=StepScheduler(blocks, config),
-        runner=ModelRunner(model, pool, threads=1, validate=True),
+        runner=ModelRunner(model, pool, host=host, threads=1, validate=True),
         limits=Limits(BLOCK, num_blocks, 1024, max_num_seqs, model.config.vocab_size),
     )
 
@@ -134,6 +141,7 @@ class Pair:
         prefill_blocks: int = 24,
         decode_blocks: int = 24,
         max_num_seqs: int = 8,
+        host_blocks: int = 0,
         lease_seconds: float = 30.0,
         read_deadline_seconds: float = 5.0,
         fetch_deadline_seconds: float = 3.0,
@@ -158,12 +166,14 @@ class Pair:
         self.workers: dict[WorkerKey, Worker] = {}
         self.agents: dict[WorkerKey, LoopbackAgent] = {}
         self.prefill = self.add("prefill", "prefill-0", prefill_blocks, max_num_seqs)
-        self.decode = self.add("decode", "decode-0", decode_blocks, max_num_seqs)
+        self.decode = self.add("decode", "decode-0", decode_blocks, max_num_seqs, host_blocks)
 
-    def add(self, role: str, name: str, num_blocks: int = 24, max_num_seqs: int = 8) -> Worker:
+    def add(
+        self, role: str, name: str, num_blocks: int = 24, max_num_seqs: int = 8, host_blocks: int = 0
+    ) -> Worker:
         """One more worker."""
         key = WorkerKey(name, 7 + 2 * len(self.workers))
-        engine = stack(num_blocks, max_num_seqs=max_num_seqs)
+        engine = stack(num_blocks, max_num_seqs=max_num_seqs, host_blocks=host_blocks)
         agent = LoopbackAgent(key, "unit", engine.memory, engine.pool.generations, fabric=self.fabric)
         observer = WorkerObserver()
 
@@ -365,14 +375,6 @@ class Answer:
 def prefix_source(owner: Worker, blocks: int) -> pb.PrefixSource:
     """``owner`` is believed to hold the prompt's first ``blocks`` blocks."""
     return pb.PrefixSource(owner=worker_id(owner.key), endpoint="127.0.0.1:1", blocks=blocks)
-
-
-def cancel_command(request_id: str = "r", attempt: int = 1) -> pb.SessionRequest:
-    return pb.SessionRequest(cancel=pb.CancelCommand(id=pb.AttemptId(request_id=request_id, attempt=attempt)))
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(8, 250, length).tolist()
 
 
 def reference(

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tests.support.worker_commands import draw_spec, prompt_spec, set_deadline
 from twinpool._core import root_hash
 from twinpool.v1 import worker_pb2 as pb
@@ -25,6 +27,7 @@ def decode_command(
     deadline: float | None = None,
     *,
     prefix: pb.PrefixSource | None = None,
+    preemptible: bool | None = None,
     local: bool = False,
     **spec: object,
 ) -> pb.SessionRequest:
@@ -36,6 +39,7 @@ def decode_command(
         owner=None if local else worker_id(pair.prefill.key),
         owner_endpoint="" if local else "127.0.0.1:1",
         prefix=prefix,
+        preemptible=preemptible,
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(decode=command)
@@ -49,6 +53,7 @@ def prefill_command(
     deadline: float | None = None,
     *,
     prefix: pb.PrefixSource | None = None,
+    preemptible: bool | None = None,
     **spec: object,
 ) -> pb.SessionRequest:
     command = pb.PrefillCommand(
@@ -58,6 +63,15 @@ def prefill_command(
         reader=worker_id(pair.decode.key),
         reader_cached_blocks=cached,
         prefix=prefix,
+        preemptible=preemptible,
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(prefill=command)
+
+
+def cancel_command(request_id: str = "r", attempt: int = 1) -> pb.SessionRequest:
+    return pb.SessionRequest(cancel=pb.CancelCommand(id=pb.AttemptId(request_id=request_id, attempt=attempt)))
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(8, 250, length).tolist()
