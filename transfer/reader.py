@@ -32,6 +32,9 @@ RELEASE_RETRY_SECONDS = 1.0
 RELEASE_TRIES = 5
 """... and so many times; after that the owner's lease ends the pins."""
 
+FLOOR_BYTES_PER_SECOND = 100e6
+"""The slowest rate of a healthy pull: a network of 1 Gbit/s."""
+
 RENEWALS_PER_LEASE = 3
 """A lease survives two lost renewals."""
 
@@ -56,14 +59,17 @@ class PullManager:
         *,
         block_bytes: int,
         read_deadline_seconds: float,
+        floor_bytes_per_second: float = FLOOR_BYTES_PER_SECOND,
         digest: Digest | None = None,
         observer: TransferObserver | None = None,
     ) -> None:
-        """``digest`` None: digests in tickets are not checked."""
+        """A read may take ``read_deadline_seconds`` and the time of its bytes at ``floor_bytes_per_second``. ``digest`` None:
+        digests in tickets are not checked."""
         self._port = port
         self._send = send
         self._block_bytes = block_bytes
         self._deadline_seconds = read_deadline_seconds
+        self._block_seconds = block_bytes / floor_bytes_per_second
         self._digest = digest
         self._observer = observer if observer is not None else NullObserver()
         self._sessions: dict[AttemptKey, PullSession] = {}
@@ -129,12 +135,12 @@ class PullManager:
         """Asks for cached blocks, ``hashes`` uint8[shape.wanted_blocks, 16], to be pulled into ``local``.
 
         ``shape`` is that of the prefix, ``key`` a name that no attempt has. The owner may hold fewer: see
-        :attr:`PullSession.announced_blocks`. What is not here after ``deadline_seconds`` fails. Raises ValueError as
-        :meth:`expect`.
+        :attr:`PullSession.announced_blocks`. What is not here after ``deadline_seconds`` and the time of its bytes fails.
+        Raises ValueError as :meth:`expect`.
         """
         self._now = now
         session = self._add(key, owner, shape, local, listener, deadline_seconds, prefix=True)
-        session.expires_at = now + deadline_seconds
+        session.expires_at = now + deadline_seconds + shape.wanted_blocks * self._block_seconds
         fetch = handoff_pb2.Fetch(
             id=key.message(), block_hashes=hashes.tobytes(), first_block=shape.first_block
         )
@@ -256,6 +262,7 @@ class PullManager:
             block_bytes=self._block_bytes,
             digest=self._digest,
             deadline_seconds=deadline_seconds,
+            block_seconds=self._block_seconds,
             prefix=prefix,
         )
         self._sessions[key] = session

@@ -102,9 +102,11 @@ class PullSession:
         block_bytes: int,
         digest: Digest | None,
         deadline_seconds: float,
+        block_seconds: float = 0.0,
         prefix: bool = False,
     ) -> None:
-        """``prefix``: a fetch of cached blocks instead of a hand-off."""
+        """A read may take ``deadline_seconds`` and ``block_seconds`` for each of its blocks. ``prefix``: a fetch of cached
+        blocks instead of a hand-off."""
         if len(local) != shape.wanted_blocks:
             raise ValueError(f"{len(local)} blocks for {shape.wanted_blocks} to pull")
         self.attempt = attempt
@@ -123,6 +125,7 @@ class PullSession:
         self._block_bytes = block_bytes
         self._digest = digest
         self._deadline_seconds = deadline_seconds
+        self._block_seconds = block_seconds
         self._next_block = shape.first_block
         self._live: list[_Chunk] = []  # pulls that are not fenced
 
@@ -200,7 +203,7 @@ class PullSession:
             self.owner,
             ticket.blocks,
             chunk.local,
-            deadline_seconds=self._deadline_seconds,
+            deadline_seconds=self._deadline_seconds + len(ticket.blocks) * self._block_seconds,
             on_done=on_done,
             on_fenced=on_fenced,
         )

@@ -40,7 +40,8 @@ void BlockManager::check() const {
   });
   require(pins.size() == pinned_, "a pinned block belongs to no transfer");
   for (const auto& [id, count] : pins) {
-    require(at(id).pins == count, [&] { return "block " + std::to_string(id) + " miscounts its pins"; });
+    // Not every compiler lets a lambda take a structured binding.
+    require(at(id).pins == count, [block = id] { return "block " + std::to_string(block) + " miscounts its pins"; });
   }
   require(transfers_.consistent(), "the order of leases and the table of transfers differ");
 }

@@ -3,7 +3,9 @@
 #include "hash/sha256.h"
 
 #include <openssl/evp.h>
+#ifdef TWINPOOL_SHA256_LOW_LEVEL
 #include <openssl/sha.h>
+#endif
 
 #include <memory>
 #include <new>
@@ -66,7 +68,7 @@ Sha256Message::Sha256Message(std::size_t length)
 }
 
 Hash128 Sha256Message::digest() const {
-#ifndef OPENSSL_NO_DEPRECATED_3_0
+#ifdef TWINPOOL_SHA256_LOW_LEVEL
   SHA256_CTX state;
   SHA256_Init(&state);
   SHA256_Update(&state, data_, padded_);  // whole chunks: compressed at once, nothing is buffered

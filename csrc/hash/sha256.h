@@ -16,7 +16,8 @@ Hash128 sha256_128(std::span<const std::uint8_t> message);
 
 /// A message of one length that is hashed again and again with other contents. Its padding is laid out once and OpenSSL
 /// compresses it in one go: a block of 64 tokens took 170 ns that way where init, update and final of EVP took 300.
-/// Without the low-level interface (OPENSSL_NO_DEPRECATED_3_0) it falls back to EVP; the results are the same.
+/// Where OpenSSL lacks the low-level interface (see TWINPOOL_SHA256_EVP in CMakeLists.txt) it falls back to EVP; the
+/// results are the same.
 class Sha256Message {
  public:
   explicit Sha256Message(std::size_t length);

@@ -124,6 +124,8 @@ class FaultSeam:
                     faults.report[number] = failed(pick.choice(list(Fault)), "injected")
                 elif chance < chances["refuse"] + chances["report"] + chances["delay"]:
                     faults.delay_seconds[number] = pick.uniform(0.0, chances["delay_seconds"])
+                elif chance > 1 - chances["late"]:
+                    faults.delay_seconds[number] = chances["late_seconds"]
 
     # --- commands of the test, on a thread of their own
 

@@ -8,6 +8,7 @@ while time passes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -196,7 +197,7 @@ class Prefill:
 class Reader(Party):
     """A decode worker's half."""
 
-    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int, floor: float) -> None:
         super().__init__(world, name, incarnation, num_blocks, READER_POISON)
         self.to_owner: dict[WorkerKey, NoteShim[handoff_pb2.ExchangeRequest]] = {}
         self.from_owner: dict[WorkerKey, NoteShim[handoff_pb2.ExchangeResponse]] = {}
@@ -205,6 +206,7 @@ class Reader(Party):
             lambda owner, message: self.to_owner[owner](message),
             block_bytes=BLOCK_BYTES,
             read_deadline_seconds=READ_DEADLINE_SECONDS,
+            floor_bytes_per_second=floor,
             digest=pool_digest(self.memory),
         )
 
@@ -236,8 +238,9 @@ class World:
         self.owners.append(owner)
         return owner
 
-    def reader(self, name: str = "reader", num_blocks: int = 24) -> Reader:
-        reader = Reader(self, name, len(self.readers) + 1, num_blocks)
+    def reader(self, name: str = "reader", num_blocks: int = 24, floor: float = math.inf) -> Reader:
+        """``floor``: the slowest rate of a healthy pull, in bytes a second."""
+        reader = Reader(self, name, len(self.readers) + 1, num_blocks, floor)
         self.readers.append(reader)
         return reader
 

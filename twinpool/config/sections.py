@@ -160,13 +160,19 @@ class TransferConfig(Section):
         default=10.0,
         ge=0.1,
         le=600,
-        description="Longest time of one read, in seconds. NIXL never reports a hung peer, so this does.",
+        description="Longest time of one read besides its bytes, in seconds. NIXL never reports a hung peer, so this does.",
+    )
+    floor_bytes_per_second: float = Field(
+        default=100e6,
+        ge=1e3,
+        le=1e12,
+        description="Slowest rate that a healthy pull has; its deadline is longer by its bytes over this.",
     )
     fetch_deadline_seconds: float = Field(
         default=5.0,
         ge=0.01,
         le=600,
-        description="How long a prompt waits for a cached prefix from another worker, in seconds; then it is computed.",
+        description="How long a prompt waits for a cached prefix, in seconds besides its bytes; then it is computed.",
     )
     digest: Literal["off", "sample", "always"] = Field(
         default="off",

@@ -123,6 +123,7 @@ def _parts(
         to_owner,
         block_bytes=stack.pool.block_bytes,
         read_deadline_seconds=transfer.read_deadline_seconds,
+        floor_bytes_per_second=transfer.floor_bytes_per_second,
         digest=digest,
         observer=around.observer,
     )

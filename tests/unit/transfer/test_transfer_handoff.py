@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.handoff_world import (
+    BLOCK_BYTES,
     BLOCK_TOKENS,
     FIRST_TOKEN,
     LEASE_SECONDS,
@@ -235,6 +236,22 @@ def test_an_abort_beats_a_success_that_is_on_its_way(world: World) -> None:
     owner.prefill(ATTEMPT, [reader], shape(32)).complete()
     world.run(0.2)
     assert listener.events == ["drained"]
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize(("blocks", "end"), [(4, "ready"), (1, "failed")])
+def test_a_read_may_take_longer_the_more_it_moves(world: World, blocks: int, end: str) -> None:
+    """Both take 1.5 deadlines; at the floor rate four blocks take two deadlines more, one takes half of one."""
+    owner, reader = world.owner(), world.reader(floor=2 * BLOCK_BYTES / READ_DEADLINE_SECONDS)
+    world.link(reader, owner)
+    prompt = shape(blocks * BLOCK_TOKENS)
+    reader.agent.data.delay_seconds = dict.fromkeys(range(1, 9), 1.6 * READ_DEADLINE_SECONDS)
+    listener = reader.expect(ATTEMPT, owner, prompt)
+    assert owner.prefill(ATTEMPT, [reader], prompt).complete()
+    world.run(1.55 * READ_DEADLINE_SECONDS)
+    assert listener.events == ([] if end == "ready" else ["failed"])
+    world.run(READ_DEADLINE_SECONDS)
+    assert listener.events == (["ready"] if end == "ready" else ["failed", "drained"])
     world.assert_at_rest()
 
 

@@ -45,28 +45,24 @@ def tiny_model(family: str = "llama") -> DecoderModel:
     return load_model(path)
 
 
-def stack(
-    num_blocks: int, *, max_num_seqs: int = 8, max_chunk_tokens: int = 32, host_blocks: int = 0
-) -> EngineStack:
+def stack(num_blocks: int, *, max_num_seqs: int = 8, host_blocks: int = 0) -> EngineStack:
     """An engine over its own pool and the shared model."""
     model = tiny_model()
     layout = model.kv_layout
     pool = KVPool(num_blocks, layout.layers, BLOCK, layout.width)
     blocks = BlockManager(num_blocks, BLOCK, pool.generations)
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_batched_tokens=128,
-        max_chunk_tokens=max_chunk_tokens,
-        host_blocks=host_blocks,
+        max_num_seqs=max_num_seqs, max_batched_tokens=128, max_chunk_tokens=32, host_blocks=host_blocks
     )
-    host = HostPool(pool, host_blocks) if host_blocks else None
     return EngineStack(
         fingerprint="unit",
         pool=pool,
         memory=PoolMemory.of_tensor(pool.tensor),
         blocks=blocks,
         scheduler=StepScheduler(blocks, config),
-        runner=ModelRunner(model, pool, host=host, threads=1, validate=True),
+        runner=ModelRunner(
+            model, pool, host=HostPool(pool, host_blocks) if host_blocks else None, threads=1, validate=True
+        ),
         limits=Limits(BLOCK, num_blocks, 1024, max_num_seqs, model.config.vocab_size),
     )
 
@@ -166,14 +162,12 @@ class Pair:
         self.workers: dict[WorkerKey, Worker] = {}
         self.agents: dict[WorkerKey, LoopbackAgent] = {}
         self.prefill = self.add("prefill", "prefill-0", prefill_blocks, max_num_seqs)
-        self.decode = self.add("decode", "decode-0", decode_blocks, max_num_seqs, host_blocks)
+        self.decode = self.add("decode", "decode-0", decode_blocks, max_num_seqs, host_blocks=host_blocks)
 
-    def add(
-        self, role: str, name: str, num_blocks: int = 24, max_num_seqs: int = 8, host_blocks: int = 0
-    ) -> Worker:
+    def add(self, role: str, name: str, num_blocks: int = 24, max_num_seqs: int = 8, **more: int) -> Worker:
         """One more worker."""
         key = WorkerKey(name, 7 + 2 * len(self.workers))
-        engine = stack(num_blocks, max_num_seqs=max_num_seqs, host_blocks=host_blocks)
+        engine = stack(num_blocks, max_num_seqs=max_num_seqs, **more)
         agent = LoopbackAgent(key, "unit", engine.memory, engine.pool.generations, fabric=self.fabric)
         observer = WorkerObserver()
 
