@@ -53,7 +53,7 @@ class LocalPrefills:
             work.prompt.tokens,
             work.prompt.hashes,
             work.prompt.root,
-            max_new_tokens=work.draw.params.max_tokens if work.draw.n == 1 else 0,
+            max_new_tokens=work.draw.remaining if work.draw.n == 1 else 0,
             priority=work.priority,
             preemptible=work.preemptible,
             arrival=attempt.arrived,

@@ -84,7 +84,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             prompt.tokens,
             prompt.hashes,
             prompt.root,
-            max_new_tokens=work.draw.params.max_tokens,
+            max_new_tokens=work.draw.remaining,
             priority=work.priority,
             preemptible=work.preemptible,
             arrival=attempt.arrived,
@@ -110,7 +110,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def _check_fit(self, work: DecodeWork) -> None:
         """An attempt that no idle pool of this size holds would wait, or be preempted, for ever."""
-        total = len(work.prompt) + work.draw.params.max_tokens
+        total = len(work.prompt) + work.draw.remaining
         if self._limits.blocks_of(total) > self._limits.num_blocks:
             detail = (
                 f"prompt and max_tokens of {total} tokens do not fit into {self._limits.num_blocks} KV blocks"
@@ -229,8 +229,8 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         attempt.reserved, attempt.computed, attempt.unforked, attempt.forks = None, None, [], []
         del self._starting[attempt]
         for seq, token in zip(seqs, tokens, strict=True):
-            prompt = attempt.work.prompt.tokens
-            draw = SequenceDraw(params, prompt, choice=token.index, outputs=(token.token_id,))
+            work = attempt.work
+            draw = work.draw.sequence(work.prompt, choice=token.index, outputs=(token.token_id,))
             self._decode(attempt, token.index, seq, draw)
         return True
 

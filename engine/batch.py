@@ -79,6 +79,10 @@ class AttentionBatch:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[return-value]
 
+    def forget(self) -> None:
+        """Drops what was derived: for a batch whose tensors have got new content."""
+        self._derived.clear()
+
     def select(self, first: int, last: int) -> "AttentionBatch":
         """The sequences ``first:last`` as a batch of their own (cached). Its rows are
         ``host_q_start[first]:host_q_start[last]`` of this batch; ``last_rows`` is not carried over."""

@@ -42,6 +42,9 @@ class Admitted(Protocol):
     def on_fault(self, error: Exception) -> None:
         """A call above has raised, or the core refused an event: a fault of ours, which ends this request alone."""
 
+    def on_leaving(self, decode: WorkerKey) -> bool:
+        """A decode worker is about to leave: whether the answer moves away from it."""
+
 
 def core_config(limits: RouterSection) -> AdmissionConfig:
     """The core's limits from the configuration."""
@@ -51,6 +54,7 @@ def core_config(limits: RouterSection) -> AdmissionConfig:
         max_queue_bytes=limits.max_queue_bytes,
         queue_ttl_seconds=limits.queue_ttl_seconds,
         max_attempts=limits.max_attempts,
+        max_resumes=limits.max_resumes,
         ageing_seconds=limits.ageing_seconds,
         order_stretch=limits.order_stretch,
         max_tenant_requests=limits.max_tenant_requests,
@@ -129,6 +133,10 @@ class Admission:
         self.kick()
         return transition
 
+    def extend(self, request: int, prepared: Prepared) -> None:
+        """What the client has of the answer is part of the prompt now."""
+        self.core.extend(request, prepared.prompt_tokens, prepared.remaining_tokens, prepared.hashes)
+
     def forget(self, request: int) -> None:
         """Ends the router's interest in a request. One that has not ended by now is cancelled."""
         if self._waiting.pop(request, None) is not None:
@@ -137,6 +145,11 @@ class Admission:
             self._traces.end(request)
             self.core.forget(request)
             self.kick()
+
+    def owners_on(self, key: WorkerKey) -> list[Admitted]:
+        """Those whose placement uses a worker."""
+        placed = self.core.requests_on(key.name, key.incarnation)
+        return [self._waiting[request] for request, _ in placed if request in self._waiting]
 
     # --- workers --------------------------------------------------------------------------
 

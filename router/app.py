@@ -17,6 +17,7 @@ from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
 from twinpool.router.inspection import RouterInspection
 from twinpool.router.locality import Locality
+from twinpool.router.migrate import Migration
 from twinpool.router.models import ModelTable
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
@@ -59,6 +60,7 @@ class Router:
         )
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
         hops = Hops(config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background)
+        self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
         self.service = InferenceService(config, hops, self.models, self.tokenize)
         self.inspection = RouterInspection(
             name, self.incarnation, self.fleet, self.locality, self.models, self.tokenize, self.traces
@@ -114,6 +116,7 @@ class Router:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             try:
                 self.fleet.reap()
+                self.migration.watch()
                 self.locality.watch()
                 self.tokenize.show()
                 self._show_counts()

@@ -83,7 +83,7 @@ def worker_id(key: WorkerKey) -> worker.WorkerId:
 
 def draw_spec(prepared: Prepared) -> worker.DrawSpec:
     """How both legs draw tokens: every default filled in, stop strings left out."""
-    spec = worker.DrawSpec(n=prepared.n, stop_token_ids=prepared.stop_token_ids)
+    spec = worker.DrawSpec(n=prepared.n, stop_token_ids=prepared.stop_token_ids, drawn=prepared.drawn)
     spec.sampling.CopyFrom(prepared.sampling)
     spec.stop.max_tokens = prepared.max_tokens
     spec.stop.min_tokens = prepared.min_tokens

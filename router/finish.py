@@ -61,7 +61,7 @@ def finished_event(prepared: Prepared, attempt: FinishedAttempt, clock: HopClock
             usage=pb.Usage(
                 prompt_tokens=prepared.prompt_tokens,
                 completion_tokens=tokens,
-                cached_tokens=attempt.prefill_done.cached_tokens,
+                cached_tokens=min(attempt.prefill_done.cached_tokens, prepared.prompt_tokens),
                 decode_cached_tokens=cached,
             ),
             timings=clock.finish(tokens // prepared.n),

@@ -2,19 +2,20 @@
 """A request from arrival to end, as one readable file.
 
     submit -> placed -> decode reserves -> prefill -> first token -> hand-off -> decode -> finish
+
 Each hop is one event of the core's state machine, one histogram and one entry of the answer's timings (``timing``).
 Workers' messages come as calls to ``Attempt`` and are applied at once; the client's own coroutine (``Lifecycle.run``)
 only takes what is ready and writes it, so a slow client slows nobody else.
 
-The two legs of an attempt share one fate. The first failure is told to the state machine, which decides whether the
-request is placed anew (only while the client has no token); the other leg is cancelled, and the next attempt starts when
-both workers have acknowledged that they hold nothing, or the wait for that ran out. A decode worker that computes the
-prompt itself says what both would have said, on the one leg that there is then.
+The two legs of an attempt share one fate. The first failure is told to the state machine, which decides whether the request
+is placed anew; an answer goes on behind the tokens that its client has (``resume``). The next attempt starts when both
+workers have acknowledged that they hold nothing, or the wait for that ran out. A decode worker that computes the prompt
+itself says what both would have said, on the one leg that there is then.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Final
+from functools import partial
 
 from twinpool import metrics
 from twinpool._core import Action
@@ -25,19 +26,18 @@ from twinpool.router.dispatch import Leg, wait_ended
 from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
 from twinpool.router.hops import Hops
-from twinpool.router.outcome import Outcome, core_error, found, lost, said_by
+from twinpool.router.outcome import Outcome, core_error, found, leaving, lost, said_by
 from twinpool.router.request import Prepared, passed
-from twinpool.router.stream import Answer
+from twinpool.router.resume import continuation
+from twinpool.router.stream import TOKENS_A_REPORT, Answer
 from twinpool.router.timing import DECODE, HANDOFF, PREFILL, QUEUE, RESERVE, Hop, HopClock
+from twinpool.router.waker import Waker
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import worker_pb2 as worker
 
 log = get_logger(__name__)
 
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
-
-# About a block: a call of the core for each token would cost more than it tells.
-_TOKENS_A_REPORT: Final = 32
 
 
 class Attempt:
@@ -49,8 +49,9 @@ class Attempt:
         self.decode = WorkerKey(*action.decode)
         self.local = action.local
         self.source = request.hops.prefixes.placed(action)
-        self.prediction = request.hops.locality.placed(request.prepared, action)
-        self.answer: Answer = request.new_answer()
+        self.prepared = request.prepared
+        self.prediction = request.hops.locality.placed(self.prepared, action)
+        self.answer: Answer = request.answer()
         self.over = False
         self.reserved: worker.Reserved | None = None
         self.prefill_done: worker.PrefillDone | None = None
@@ -58,7 +59,7 @@ class Attempt:
         self._request = request
         self._id = worker.AttemptId(request_id=request.prepared.request_id, attempt=action.attempt)
         self._legs: dict[WorkerKey, Leg] = {}
-        self._early: list[worker.HandoffDone | worker.StepToken] = []
+        self._early: list[Callable[[], None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     # --- the path -------------------------------------------------------------------------
@@ -67,11 +68,12 @@ class Attempt:
         """Placed: the decode worker is asked to reserve."""
         owner = self._request.hops.fleet.record(self.prefill)
         if owner is None:
-            self.fail(lost(self.prefill, self._side(self.prefill), "it is gone"))
+            self._lose(self.prefill, "it is gone")
             return
-        command = decode_command(self._request.prepared, self._id, None if self.local else owner, self.source)
+        command = decode_command(self.prepared, self._id, None if self.local else owner, self.source)
         wait = self._request.hops.limits.reserve_timeout_seconds
-        self._timer = asyncio.get_running_loop().call_later(wait, self._reserve_timed_out)
+        late = partial(self._lose, self.decode, "it did not answer the reservation in time")
+        self._timer = asyncio.get_running_loop().call_later(wait, late)
         self._send(self.decode, worker.SessionRequest(decode=command))
 
     def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
@@ -80,7 +82,7 @@ class Attempt:
             return
         self._stop_timer()
         self.reserved = message
-        request, prepared = self._request, self._request.prepared
+        request, prepared = self._request, self.prepared
         cached = min(message.cached_blocks, len(prepared.hashes))
         request.hop(RESERVE)
         request.tell("prefill_started")
@@ -92,7 +94,7 @@ class Attempt:
         """The first token of each choice is here; it goes to the client at once."""
         if self.over or self.prefill_done is not None:
             return
-        request, prepared = self._request, self._request.prepared
+        request, prepared = self._request, self.prepared
         if sorted(token.index for token in message.first_tokens) != list(range(prepared.n)):
             self.fail(found(TwinpoolError("INTERNAL", "prefill did not draw one token for each choice")))
             return
@@ -102,24 +104,18 @@ class Attempt:
         request.hops.locality.prefilled(self.prediction, message.cached_tokens)
         request.hops.prefixes.fetched(self.source, self.prefill, message)
         for first in message.first_tokens:
-            self._push(first, 0)
-        for event in self._early:
-            self._replay(leg, event)
+            self._push(first, prepared.drawn)
+        for apply in self._early:
+            if not self.over:  # it may have failed meanwhile
+                apply()
         self._early.clear()
         self.on_step_end(leg)
-
-    def _replay(self, leg: Leg, event: worker.HandoffDone | worker.StepToken) -> None:
-        """Applies what came before the first token, unless the attempt has failed meanwhile."""
-        if not self.over and isinstance(event, worker.HandoffDone):
-            self.on_handoff_done(leg, event)
-        elif not self.over and isinstance(event, worker.StepToken):
-            self.on_token(leg, event)
 
     def on_handoff_done(self, leg: Leg, message: worker.HandoffDone) -> None:
         """The decode worker holds all KV: the prefill worker's part is over."""
         if self.prefill_done is None:
             # Its stream was faster than the one with the first token.
-            self._early.append(message)
+            self._early.append(partial(self.on_handoff_done, leg, message))
         elif self.handoff is None:
             self.handoff = message.stats
             self._request.hops.admission.observe_transfer(self.decode, message.stats)
@@ -136,7 +132,7 @@ class Attempt:
         if self.prefill_done is None:
             # What it may draw before prefill is heard of is as bounded as what a client may leave unread.
             if len(self._early) < self._request.hops.limits.max_buffered_tokens:
-                self._early.append(token)
+                self._early.append(partial(self.on_token, leg, token))
         elif self.handoff is None:
             self.fail(found(TwinpoolError("INTERNAL", "decode drew a token before it held the KV")))
         else:
@@ -165,7 +161,7 @@ class Attempt:
     def _send(self, key: WorkerKey, message: worker.SessionRequest) -> None:
         session = self._request.hops.fleet.session(key)
         if session is None:
-            self.fail(lost(key, self._side(key), "it is gone"))
+            self._lose(key, "it is gone")
         else:
             self._legs[key] = session.start_leg((self._id.request_id, self.number), message, self)
 
@@ -173,21 +169,21 @@ class Attempt:
 
     def on_failed(self, leg: Leg, message: worker.AttemptFailed) -> None:
         """A leg refused or failed; the other one shares its fate."""
-        reserving = leg.key == self.decode and self.reserved is None
-        self.fail(said_by(message, leg.key, self._side(leg.key), reserving=reserving))
+        unasked = leg.key == self.decode and self.reserved is None
+        self.fail(said_by(message, leg.key, self._side(leg.key), reserving=unasked))
 
     def on_lost(self, leg: Leg, cause: str) -> None:
         """A stream broke. After its first token the prefill worker is needed by the decode worker alone, which
         either holds all KV by now or will say that its peer is lost."""
         if leg.key == self.decode or self.prefill_done is None:
-            self.fail(lost(leg.key, self._side(leg.key), cause))
+            self._lose(leg.key, cause)
 
     def on_fault(self, error: Exception) -> None:
         """The router itself failed."""
         self.fail(found(as_twinpool_error(error)))
 
-    def _reserve_timed_out(self) -> None:
-        self.fail(lost(self.decode, "decode", "it did not answer the reservation in time"))
+    def _lose(self, key: WorkerKey, cause: str) -> None:
+        self.fail(lost(key, self._side(key), cause))
 
     def fail(self, outcome: Outcome) -> None:
         """The attempt has failed. Only the first cause counts."""
@@ -198,8 +194,9 @@ class Attempt:
 
     def stop(self) -> None:
         """Takes no more tokens and asks both workers to drop the attempt."""
-        self.over = True
-        self.answer.drop()
+        if not self.over:
+            self.over = True
+            self.answer.drop()
         self._stop_timer()
         for leg in self._legs.values():
             leg.cancel()
@@ -234,33 +231,33 @@ class Lifecycle:
 
     def __init__(self, hops: Hops, prepared: Prepared, new_answer: Callable[[], Answer]) -> None:
         self.hops = hops
+        # As it arrived, and as the next attempt computes it: the two part when the answer goes on elsewhere.
+        self.arrived = prepared
         self.prepared = prepared
-        self.new_answer = new_answer
+        self._new_answer = new_answer
+        self._answer: Answer | None = None
         self.clock = HopClock(prepared.arrival, prepared.tokenized, prepared.span)
         self.attempt: Attempt | None = None
         self._request = 0
-        self._over = False
+        self._started = self._over = False
         self._error: TwinpoolError | None = None
         self._ready: list[pb.GenerateResponse] = []
         self._delivered = False
-        self._told_tokens = 0
-        self._gathering: asyncio.TimerHandle | None = None
-        self._wake = asyncio.Event()
+        self._waker = Waker(hops.limits.stream_interval_seconds)
+        self.wake = self._waker.wake
 
     async def run(self, write: Write) -> None:
         """Serves the request. Raises the one cause if its end is not success."""
         self._request = self.hops.admission.submit(self.prepared, self)
-        started = False
         try:
             while not (self._over and self._error is None and not self._ready):
-                await self._wake.wait()
-                self._wake.clear()
+                await self._waker.wait()
                 self.collect()
                 if self._error is not None:
                     raise self._error
-                if self.attempt is not None and not started:
-                    started = True
-                    await write(started_event(self.prepared))
+                if self.attempt is not None and not self._started:
+                    self._started = True
+                    await write(started_event(self.arrived))
                 while self._ready:
                     messages, self._ready = self._ready, []
                     for message in messages:
@@ -292,19 +289,21 @@ class Lifecycle:
         """The router itself failed."""
         self._end(as_twinpool_error(error))
 
+    def on_leaving(self, decode: WorkerKey) -> bool:
+        """Choices have parted and would be drawn anew, so several of them end where they are."""
+        attempt, moves = self.attempt, self.arrived.n == 1
+        if attempt is None or attempt.over or attempt.decode != decode or not moves:
+            return False
+        attempt.fail(leaving(decode))
+        return True
+
     # --- from the attempt -----------------------------------------------------------------
 
-    def wake(self, at_once: bool = True) -> None:
-        """There is something to write, or to raise. Not ``at_once``: it may wait for more to gather."""
-        pause = self.hops.limits.stream_interval_seconds
-        if at_once or not pause:
-            self._wake.set()
-        elif self._gathering is None:
-            self._gathering = asyncio.get_running_loop().call_later(pause, self._gathered)
-
-    def _gathered(self) -> None:
-        self._gathering = None
-        self._wake.set()
+    def answer(self) -> Answer:
+        """What an attempt adds to: all that the client has, or nothing yet."""
+        if self._answer is None or not self._delivered:
+            self._answer = self._new_answer()
+        return self._answer
 
     def hop(self, hop: Hop) -> None:
         """The request has made a step."""
@@ -333,13 +332,11 @@ class Lifecycle:
         if attempt.answer.finished:
             self._finish(attempt)
         elif attempt.handoff is not None:
-            self._tell_tokens(attempt, _TOKENS_A_REPORT)
+            self._tell_tokens(attempt, TOKENS_A_REPORT)
 
     def _tell_tokens(self, attempt: Attempt, at_least: int) -> None:
         """The core counts tokens to know how far a decode worker's blocks have grown."""
-        new = attempt.answer.completion_tokens - self._told_tokens
-        if new >= at_least:
-            self._told_tokens += new
+        if new := attempt.answer.untold(at_least):
             self.tell("token", str(new))
 
     def _finish(self, attempt: Attempt) -> None:
@@ -348,7 +345,7 @@ class Lifecycle:
         self.hop(DECODE)
         self._over = True
         attempt.finish()
-        self._ready.append(finished_event(self.prepared, attempt, self.clock))
+        self._ready.append(finished_event(self.arrived, attempt, self.clock))
         self.wake()
 
     # --- the other ends -------------------------------------------------------------------
@@ -365,30 +362,32 @@ class Lifecycle:
             state=after.state,
         )
         if after.terminal:
-            self._end(outcome.as_error(attempt.number, self._delivered))
-            return
-        metrics.ROUTER_RETRIES.labels(outcome.reason).inc()
+            return self._end(outcome.as_error(attempt.number, self._delivered))
+        (metrics.ROUTER_RESUMES if self._delivered else metrics.ROUTER_RETRIES).labels(outcome.reason).inc()
         if after.state == "Retrying":
             self.hops.background.start(self._place_anew(attempt))
 
     async def _place_anew(self, attempt: Attempt) -> None:
         await attempt.drained(self.hops.limits.cancel_timeout_seconds)
-        if not self._over:
-            self.tell("requeue")
+        if self._over:
+            return
+        if self._delivered:
+            self.prepared = continuation(self.arrived, attempt.answer.outputs)
+            self.hops.admission.extend(self._request, self.prepared)
+        self.tell("requeue")
 
     def _end(self, error: TwinpoolError) -> None:
-        if not self._over:
-            self._over = True
-            self._error = error
-            self._ready.clear()
-            if self.attempt is not None:
-                self.attempt.stop()
-            self.wake()
+        if self._over:
+            return
+        self._over, self._error = True, error
+        self._ready.clear()
+        if self.attempt is not None:
+            self.attempt.stop()
+        self.wake()
 
     def _leave(self) -> None:
         """The client's coroutine ends, well or not: nothing of the request may stay behind anywhere."""
-        if self._gathering is not None:
-            self._gathering.cancel()
+        self._waker.close()
         if not self._over:
             self._over = True
             if passed(self.prepared.deadline):

@@ -68,9 +68,19 @@ def lost(key: WorkerKey, side: str, cause: str) -> Outcome:
     return Outcome("worker_lost", side, "WORKER_LOST", f"{key.name}: {cause}", key.name)
 
 
+def leaving(key: WorkerKey) -> Outcome:
+    """The decode worker is about to leave, and another one takes the answer."""
+    return Outcome("attempt_failed", "NOT_SERVING:decode", "WORKER_LOST", f"{key.name}: it drains", key.name)
+
+
+# The answer itself, or its reader, is at fault: no other worker would help.
+_FINAL: Final = frozenset({"CLIENT_TOO_SLOW", "DETOKENIZE_FAILED"})
+
+
 def found(error: TwinpoolError) -> Outcome:
     """A failure that the router itself found in what workers sent."""
-    return Outcome("attempt_failed", "INTERNAL", error.reason, error.message)
+    detail = "INVALID" if error.reason in _FINAL else "INTERNAL"
+    return Outcome("attempt_failed", detail, error.reason, error.message)
 
 
 def core_error(cause: str, retry_after: float) -> TwinpoolError:

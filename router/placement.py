@@ -25,7 +25,7 @@ from twinpool.router.admission import Admission
 from twinpool.router.background import Background
 from twinpool.router.dispatch import WorkerSession
 from twinpool.router.locality import Locality
-from twinpool.router.models import ModelTable
+from twinpool.router.models import ModelTable, group_id
 from twinpool.router.request import group_label
 from twinpool.v1 import control_pb2
 from twinpool.v1 import worker_pb2 as pb
@@ -54,6 +54,12 @@ class _Worker:
     broken_at: float | None = None
     report: pb.LoadReport | None = None
     reported_at: float = 0.0
+    leaving_since: float | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it says that it will take no more work in its role."""
+        return self.record.state in (control_pb2.WORKER_STATE_DRAINING, control_pb2.WORKER_STATE_FLIPPING)
 
 
 class Fleet:
@@ -102,6 +108,10 @@ class Fleet:
             known = self._workers[key] = _Worker(record, self._open_session(key, record.endpoint))
             log.info("worker_added", worker=str(key), role=_ROLES[record.role], endpoint=record.endpoint)
         known.record, known.retired = record, False
+        if not known.leaves:
+            known.leaving_since = None
+        elif known.leaving_since is None:
+            known.leaving_since = time.monotonic()
         self._models.upsert(key, record)
         if known.session.up:
             self._tell_core(key, record)
@@ -147,6 +157,26 @@ class Fleet:
         if known is None or known.report is None:
             return None
         return time.monotonic() - known.reported_at, known.report
+
+    def leaving(self) -> list[tuple[WorkerKey, float]]:
+        """Decode workers that take no more work, and since when (``time.monotonic``)."""
+        return [
+            (key, known.leaving_since)
+            for key, known in self._workers.items()
+            if known.leaving_since is not None and known.record.role == pb.ROLE_DECODE and known.session.up
+        ]
+
+    def replaceable(self, key: WorkerKey) -> bool:
+        """Whether another worker of its group and role takes work."""
+        own = self._workers[key].record
+        return any(
+            known.record.state == control_pb2.WORKER_STATE_READY
+            and known.record.role == own.role
+            and group_id(known.record) == group_id(own)
+            and known.session.up
+            for other, known in self._workers.items()
+            if other != key
+        )
 
     def reap(self) -> None:
         """Closes the streams of workers that are gone and have nothing left to do."""

@@ -80,7 +80,8 @@ class Prepared:
 
     ``request_id`` is minted by the router and unique in the cluster; ``client_id`` is what the client called it.
     ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``. ``arrival`` and ``tokenized`` are
-    ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored.
+    ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored. ``drawn``: ids at
+    the prompt's end that are output already, where an answer goes on.
     """
 
     request_id: str
@@ -104,7 +105,13 @@ class Prepared:
     arrival: float
     tokenized: float
     deadline: Deadline
+    drawn: int = 0
     span: Span = OFF
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that a choice may still have."""
+        return self.max_tokens - self.drawn
 
     @property
     def prompt_tokens(self) -> int:

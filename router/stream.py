@@ -5,6 +5,7 @@ Tokens are only appended to lists as they arrive. Text is made when the client c
 wait by then: the first one at once, later ones in as few messages as the client's pace allows. What may wait is bounded.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,9 @@ from twinpool.v1 import inference_pb2 as pb
 
 # A client that was slow for long gets what has gathered in messages of a size that every client takes.
 MAX_TOKENS_A_MESSAGE: Final = 1024
+
+# About a block: a call of the core for each token would cost more than it tells.
+TOKENS_A_REPORT: Final = 32
 
 _RUNNING = pb.FINISH_REASON_UNSPECIFIED
 _STOP = pb.FINISH_REASON_STOP
@@ -39,8 +43,8 @@ class Choice:
         "_worker_finish",
         "finish",
         "index",
+        "output",
         "received",
-        "sent",
         "stop_string",
         "stop_token_id",
     )
@@ -48,7 +52,8 @@ class Choice:
     def __init__(self, index: int, text: TextStream) -> None:
         self.index = index
         self.received = 0
-        self.sent = 0
+        # What was sent, four bytes a token: the answer may have to go on from it.
+        self.output = array("i")
         self.finish: pb.FinishReason.ValueType = _RUNNING
         self.stop_string: str | None = None
         self.stop_token_id: int | None = None
@@ -56,6 +61,11 @@ class Choice:
         self._ids: list[int] = []
         self._logprobs: list[pb.PositionLogprobs] = []
         self._worker_finish: pb.FinishReason.ValueType = _RUNNING
+
+    @property
+    def sent(self) -> int:
+        """Tokens that were sent."""
+        return len(self.output)
 
     @property
     def drawn(self) -> bool:
@@ -74,8 +84,13 @@ class Choice:
         finish: pb.FinishReason.ValueType,
         logprobs: pb.PositionLogprobs | None,
     ) -> bool:
-        """Takes a token. False if it is one too many (a repeat, or one after the end); raises INTERNAL for a gap."""
+        """Takes a token. False if it is one too many (a repeat, or one after the end); raises INTERNAL for a gap, WORKER_LOST
+        if an answer that is drawn again is another one."""
         if self.drawn or offset < self.received:
+            if offset < self.sent and token_id != self.output[offset]:
+                raise TwinpoolError(
+                    "WORKER_LOST", f"choice {self.index} was drawn again and parted at token {offset}"
+                )
             # A choice that ended at a stop string is drawn on by the worker, until it is told or ends by itself.
             self._worker_finish = self._worker_finish or finish
             return False
@@ -91,9 +106,11 @@ class Choice:
         return True
 
     def drop(self) -> None:
-        """Forgets what was not taken: the answer has failed."""
+        """Forgets what was not taken: the answer has failed, or goes on behind what was."""
         self._ids.clear()
         self._logprobs.clear()
+        self.received = self.sent
+        self._worker_finish = _RUNNING
 
     def take(self, out: list[pb.GenerateResponse]) -> None:
         """Puts what waits into ``out``, as a rule as one message. Sets ``finish`` if the choice ends here.
@@ -119,7 +136,7 @@ class Choice:
             if logprobs:
                 message.logprobs.extend(logprobs)
             out.append(response)
-            self.sent += used
+            self.output.extend(ids)
 
     def _decode(self, ids: list[int]) -> tuple[int, str]:
         """How many of ``ids`` belong to the answer, and their text."""
@@ -156,6 +173,7 @@ class Answer:
         self._spec = spec
         self.choices = [Choice(index, text()) for index in range(spec.n)]
         self._buffered = 0
+        self._told = 0
 
     def push(
         self,
@@ -212,9 +230,22 @@ class Answer:
         return all([choice.finish for choice in self.choices])
 
     @property
+    def outputs(self) -> "list[array[int]]":
+        """The tokens that the client has or will be sent next, a row a choice."""
+        return [choice.output for choice in self.choices]
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens of the answer, over all choices."""
         return sum([choice.sent for choice in self.choices])
+
+    def untold(self, at_least: int) -> int:
+        """Tokens since the last call that was given any; 0 if they are fewer than ``at_least``."""
+        new = self.completion_tokens - self._told
+        if new < at_least:
+            return 0
+        self._told += new
+        return new
 
     def summaries(self) -> list[pb.ChoiceFinish]:
         """How each choice ended."""

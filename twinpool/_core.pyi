@@ -251,7 +251,8 @@ class AdmissionConfig:
     ``queue_ttl_seconds`` (60) is the longest wait. Each ``ageing_seconds`` (10) of waiting raises a request by one priority.
     ``order_stretch`` (4; 0: by arrival): a request without a deadline is due that many times its expected compute later, so that
     short ones go first. ``max_bypass`` (32): requests that may go before one that does not fit yet.
-    ``max_attempts`` (3) counts placements that failed; ``max_refusals`` (64) those that a decode worker refused, which is not
+    ``max_attempts`` (3) counts placements that failed before the client had a token, ``max_resumes`` (0) those after;
+    ``max_refusals`` (64) those that a decode worker refused, which is not
     asked again for ``refusal_backoff_seconds`` (0.25) unless its load report changes.
     Tenants without own settings (``set_tenant``); 0: no limit: ``max_tenant_requests``, ``tenant_tokens_per_second``,
     ``tenant_burst_tokens`` (0: ten seconds' worth), ``tenant_max_priority`` (100; higher ones are lowered to it).
@@ -276,6 +277,7 @@ class AdmissionConfig:
     order_stretch: float
     max_bypass: int
     max_attempts: int
+    max_resumes: int
     max_refusals: int
     refusal_backoff_seconds: float
     max_tenant_requests: int
@@ -430,6 +432,9 @@ class RouterCore:
         """When ``plan`` has something to do with no new event; None if never."""
     def advance(self, now: float, request: int, attempt: int, event: str, detail: str = "") -> Transition:
         """Applies an event; see EVENTS and docs/lifecycle.md. An event of an older attempt is ignored (``applied`` False)."""
+    def extend(self, request: int, prompt_tokens: int, max_new_tokens: int, hashes: Hashes) -> bool:
+        """In Retrying, of a request of which the client has tokens: they are the end of its prompt now, ``max_new_tokens`` is what is
+        left to generate. CoreError in another state; False if it has ended."""
     def forget(self, request: int) -> None:
         """Drops a request in a terminal state (CoreError otherwise). Until then its request id is a duplicate."""
     def state(self, request: int) -> str: ...

@@ -62,6 +62,14 @@ ROUTER_ATTEMPTS = Counter("twinpool_router_attempts", "Placements made.")
 ROUTER_RETRIES = Counter(
     "twinpool_router_retries", "Attempts that failed and were placed anew, by failure reason.", ["reason"]
 )
+ROUTER_RESUMES = Counter(
+    "twinpool_router_resumes",
+    "Answers that went on on other workers behind a sent token, by failure reason.",
+    ["reason"],
+)
+ROUTER_MIGRATIONS = Counter(
+    "twinpool_router_migrations", "Answers that were moved off a decode worker that was about to leave."
+)
 ROUTER_PROMPT_TOKENS = Counter("twinpool_router_prompt_tokens", "Prompt tokens of accepted requests.")
 ROUTER_GENERATION_TOKENS = Counter("twinpool_router_generation_tokens", "Tokens sent to clients.")
 ROUTER_REQUEST_PROMPT_TOKENS = Histogram(

@@ -41,7 +41,7 @@ EDGES = {
 
 
 def launcher(name: str) -> Callable[..., None]:
-    """``portable``, or ``hopper`` with the letters of a variant behind a dash: s(oon), f(use), p(dl)."""
+    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), the pieces of ``soon``."""
     from twinpool.engine.kernels import triton_launch
 
     if name == "portable":
@@ -49,7 +49,8 @@ def launcher(name: str) -> Callable[..., None]:
     from twinpool.engine.kernels import gluon_launch
 
     letters = name.partition("-")[2]
-    variant = gluon_launch.Variant(soon="s" in letters, fuse="f" in letters, pdl="p" in letters)
+    digits = letters.strip("pg")
+    variant = gluon_launch.Variant(soon=int(digits or 0), gentle="g" in letters, pdl="p" in letters)
 
     def attend(*operands: object, scale: float) -> None:
         gluon_launch.attend(*operands, scale=scale, variant=variant)  # type: ignore[arg-type]
@@ -92,11 +93,11 @@ def lengths(sequences: int, context: int) -> list[int]:
 
 
 def problems_of(row: tuple[int, int, int], pages: Tensor) -> list[Problem]:
-    """Enough of them that their pages together exceed the cache several times."""
+    """Enough of them that their pages exceed the cache many times, and that the start of a graph is no part of a call."""
     heads, sequences, context = row
     contexts = lengths(sequences, context)
     needed = sum(-(-length // PAGE) for length in contexts)
-    calls = max(2, min(40, int(400e6 // (needed * PAGE * WIDTH * 2))))
+    calls = max(4, min(40, int(6e9 // (needed * PAGE * WIDTH * 2))))
     generator = np.random.default_rng(abs(context) + sequences)
     found = []
     order = generator.permutation(pages.shape[0])
@@ -197,6 +198,26 @@ def worker(arguments: argparse.Namespace) -> None:
     ]
     for row in wanted:
         print(json.dumps(time_row(arguments.variant, row, pages, arguments.replays)), flush=True)
+    for resources in built(arguments.variant):
+        print(json.dumps({"variant": arguments.variant, "built": resources}), flush=True)
+
+
+def built(name: str) -> list[dict[str, object]]:
+    """What the compiler says of the kernels of this process: registers of a thread, spilled bytes, shared memory."""
+    from twinpool.engine.kernels import gluon_mla_decode, triton_merge, triton_mla_decode
+
+    main = triton_mla_decode.mla_split if name == "portable" else gluon_mla_decode.mla_decode
+    return [
+        {
+            "kernel": kernel.metadata.name,
+            "registers": kernel.n_regs,
+            "spills": kernel.n_spills,
+            "shared": kernel.metadata.shared,
+            "warps": kernel.metadata.num_warps,
+        }
+        for function in (main, triton_merge.merge_kernel)
+        for kernel in function.device_caches[0][0].values()
+    ]
 
 
 def start(*options: str, seconds: float) -> tuple[list[dict[str, object]], str]:
@@ -256,18 +277,22 @@ def everything(arguments: argparse.Namespace) -> int:
                 broken.add(variant)
     print("checked", len(checks), "cases; broken:", sorted(broken) or "none", flush=True)
     times: list[dict[str, object]] = []
+    resources: list[dict[str, object]] = []
     for variant in variants:
         if variant in broken or variant == "float32":
             continue
         options = ["--variant", variant, "--replays", str(arguments.replays), "--rows", arguments.rows]
         found, fault = start(*options, seconds=100)
-        times += found
+        times += [one for one in found if "us" in one]
+        resources += [one for one in found if "built" in one]
         if fault:
             print("FAILED", variant, fault)
-    report |= {"checks": checks, "times": times}
+    report |= {"checks": checks, "times": times, "built": resources}
     if arguments.out:
         Path(arguments.out, "mla_decode.json").write_text(json.dumps(report, indent=1) + "\n")
     show(times, variants)
+    for one in resources:
+        print(one)
     print(report["ceilings"])
     return 1 if broken or any(not one["ok"] for one in times) else 0
 
@@ -293,7 +318,7 @@ def show(times: list[dict[str, object]], variants: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", default="hopper-fp,hopper-sfp,hopper-p,portable,float32")
+    parser.add_argument("--variants", default="hopper-p1,hopper-p1g,portable,float32")
     parser.add_argument("--variant", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--heads", type=int, default=16)

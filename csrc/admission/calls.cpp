@@ -8,7 +8,7 @@ namespace twinpool::admission::calls {
 
 namespace {
 
-enum class Outcome : std::uint8_t { error, nothing, submission, actions, transition };
+enum class Outcome : std::uint8_t { error, nothing, submission, actions, transition, done };
 
 // An outcome is written as one string, so that it can be compared and skipped without being understood.
 template <typename... T>
@@ -94,6 +94,10 @@ void encode(std::string& out, const Transition& t) {
   put(out, Outcome::transition, t.applied, std::string(t.state), t.terminal, t.cause, t.attempt);
 }
 
+void encode(std::string& out, bool done) {
+  put(out, Outcome::done, done);
+}
+
 void encode_error(std::string& out, const std::string& message) {
   put(out, Outcome::error, message);
 }
@@ -154,6 +158,9 @@ std::string describe(const Call& call) {
                << (c.detail.empty() ? "" : " ") << c.detail;
         } else if constexpr (std::is_same_v<C, Forget>) {
           text << "forget request=" << c.request;
+        } else if constexpr (std::is_same_v<C, Extend>) {
+          text << "extend request=" << c.request << " prompt=" << c.prompt_tokens << " output=" << c.max_new_tokens
+               << " blocks=" << c.hashes.size() / prefix::k_hash_bytes;
         } else {
           static_assert(std::is_same_v<C, LongestPrefix>);
           text << "longest_prefix blocks=" << c.hashes.size() / prefix::k_hash_bytes;
@@ -197,6 +204,12 @@ std::string describe_result(const std::string& result) {
     std::string state;
     reader(t.applied, state, t.terminal, t.cause, t.attempt);
     text << " -> " << state << " " << name_of(t.cause) << (t.applied ? "" : " (not applied)");
+    break;
+  }
+  case Outcome::done: {
+    bool done = false;
+    reader(done);
+    text << (done ? "" : " -> not applied");
     break;
   }
   }

@@ -237,6 +237,18 @@ struct Forget {
   }
 };
 
+struct Extend {
+  std::uint64_t request;
+  std::int64_t prompt_tokens;
+  std::int64_t max_new_tokens;
+  Bytes hashes;
+  template <typename A>
+  void archive(A& a) {
+    a(request, prompt_tokens, max_new_tokens, hashes);
+  }
+  bool run(RouterCore& core) const { return core.extend(request, prompt_tokens, max_new_tokens, hashes); }
+};
+
 /// Changes what the index evicts first.
 struct LongestPrefix {
   Bytes hashes;
@@ -252,15 +264,16 @@ struct LongestPrefix {
 };
 
 /// In the order of their numbers in a log.
-using Call =
-    std::variant<UpsertWorker, RemoveWorker, ReportLoad, Quarantine, ObservePrefill, ObserveTransfer, SetCostModel,
-                 SetTenant, IndexStored, IndexRemoved, IndexCleared, Submit, Plan, Advance, Forget, LongestPrefix>;
+using Call = std::variant<UpsertWorker, RemoveWorker, ReportLoad, Quarantine, ObservePrefill, ObserveTransfer,
+                          SetCostModel, SetTenant, IndexStored, IndexRemoved, IndexCleared, Submit, Plan, Advance,
+                          Forget, LongestPrefix, Extend>;
 
 /// What a call led to, as bytes that are equal where the outcomes are.
 void encode(std::string& out, const Nothing& nothing);
 void encode(std::string& out, const Submission& submission);
 void encode(std::string& out, const std::vector<Action>& actions);
 void encode(std::string& out, const Transition& transition);
+void encode(std::string& out, bool done);
 void encode_error(std::string& out, const std::string& message);
 
 /// A call, and a result that ``encode`` made, as a line for people.

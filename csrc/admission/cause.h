@@ -39,6 +39,7 @@ struct Failure {
   Cause cause = Cause::internal;
   bool retryable = false;
   bool same_worker = true;  // false: a retry must not use the worker again
+  bool counted = true;      // false: the worker leaves in good order, which costs no attempt
 };
 /// Throws CoreError that names the allowed ones.
 Failure parse_failure(std::string_view reason);

@@ -33,6 +33,7 @@ constexpr std::array k_fields{
     Field{"order_stretch", &C::order_stretch, 0, 1000},
     Field{"max_bypass", &C::max_bypass, 0, k_many},
     Field{"max_attempts", &C::max_attempts, 1, 1000},
+    Field{"max_resumes", &C::max_resumes, 0, 1000},
     Field{"max_refusals", &C::max_refusals, 0, k_many},
     Field{"refusal_backoff_seconds", &C::refusal_backoff_seconds, 1e-3, k_day},
     Field{"max_tenant_requests", &C::max_tenant_requests, 0, k_many},

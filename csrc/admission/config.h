@@ -22,6 +22,7 @@ struct AdmissionConfig {
 
   // Attempts.
   std::int64_t max_attempts = 3;          // placements that failed, the first one included
+  std::int64_t max_resumes = 0;           // times that an answer of which the client has tokens goes on elsewhere
   std::int64_t max_refusals = 64;         // refusals by decode workers, which cost no attempt
   double refusal_backoff_seconds = 0.25;  // how long a refusing worker is not asked again if its report stays the same
 

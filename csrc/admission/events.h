@@ -133,7 +133,7 @@ struct Token : LegEvent {
   }
 };
 
-/// The client has tokens: from now on the request is not placed anew.
+/// The client has tokens: placed anew, the answer goes on behind them.
 struct Delivered : LegEvent {
   static constexpr std::string_view name = "delivered";
   using LegEvent::operator();
@@ -170,7 +170,7 @@ struct Deadline : IgnoredAtEnd {
 
 struct WorkerLost : LegEvent {
   static constexpr std::string_view name = "worker_lost";
-  bool again;         // attempts are left and the client has no token
+  bool again;         // attempts are left, or resumes if the client has tokens
   bool prefill_side;  // the prefill worker; it no longer matters once the hand-off is done
   using LegEvent::operator();
   Either<Retrying, Failed> operator()(Prefilling&& from) const { return end(std::move(from.tenant)); }

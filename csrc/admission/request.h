@@ -32,6 +32,7 @@ struct Request {
   State state;
   std::uint32_t attempt = 1;  // of the placement that runs, or comes next
   std::int64_t failures = 0;
+  std::int64_t resumes = 0;  // failures after the client had tokens
   std::int64_t refusals = 0;
   std::int64_t output_tokens = 0;  // of the attempt, over all choices
   bool delivered = false;          // the client has tokens

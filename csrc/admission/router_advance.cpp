@@ -158,7 +158,11 @@ bool RouterCore::on_tokens(double now, Request& request, std::string_view detail
 }
 
 bool RouterCore::attempts_left(const Request& request) const noexcept {
-  return !request.delivered && request.failures + 1 < config_.max_attempts;
+  return request.delivered ? request.resumes < config_.max_resumes : request.failures + 1 < config_.max_attempts;
+}
+
+void RouterCore::count_failure(Request& request) noexcept {
+  ++(request.delivered ? request.resumes : request.failures);
 }
 
 bool RouterCore::on_worker_lost(double now, Request& request, std::string_view detail) {
@@ -171,7 +175,7 @@ bool RouterCore::on_worker_lost(double now, Request& request, std::string_view d
   if (!applied || std::holds_alternative<Decoding>(request.state)) {
     return applied;
   }
-  ++request.failures;
+  count_failure(request);
   request.avoid.push_back(leg == Leg::prefill ? pair.prefill : pair.decode);
   return true;
 }
@@ -185,12 +189,17 @@ bool RouterCore::on_attempt_failed(double now, Request& request, std::string_vie
   const placement::WorkerRef at = leg == Leg::prefill ? pair.prefill : pair.decode;
   AttemptFailed event{};
   event.cause = failure.cause;
-  event.again = failure.retryable && attempts_left(request) && (failure.same_worker || has_other_worker(at));
+  const bool left = failure.counted ? attempts_left(request) : request.refusals < config_.max_refusals;
+  event.again = failure.retryable && left && (failure.same_worker || has_other_worker(at));
   const bool applied = transition(now, request, event);
   if (!applied) {
     return false;
   }
-  ++request.failures;
+  if (failure.counted) {
+    count_failure(request);
+  } else {
+    ++request.refusals;
+  }
   if (leg != Leg::decode) {
     request.avoid.push_back(pair.prefill);
   }

@@ -117,6 +117,10 @@ class RouterCore {
   [[nodiscard]] double next_wake(double now) const;                 // k_never: no need
   Transition advance(double now, std::uint64_t request, std::uint32_t attempt, std::string_view event,
                      std::string_view detail);  // router_advance.cpp
+  /// A request in Retrying of which the client has tokens: they become the end of its prompt, and ``max_new_tokens`` is
+  /// what is left to generate. False if it has ended meanwhile.
+  bool extend(std::uint64_t request, std::int64_t prompt_tokens, std::int64_t max_new_tokens,
+              std::span<const std::uint8_t> hashes);
   void forget(std::uint64_t request);
   [[nodiscard]] std::string_view state(std::uint64_t request) const;
 
@@ -175,6 +179,7 @@ class RouterCore {
   bool on_requeue(double now, Request& request);
   [[nodiscard]] bool has_other_worker(placement::WorkerRef worker) const noexcept;
   [[nodiscard]] bool attempts_left(const Request& request) const noexcept;
+  static void count_failure(Request& request) noexcept;
 
   /// The one place where states change: counts, timers and ends follow from it.
   template <typename Event>

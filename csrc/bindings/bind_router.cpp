@@ -130,6 +130,14 @@ void bind_requests(py::class_<Self>& core) {
         return make(self, calls::Advance{now, request, attempt, std::move(event), std::move(detail)});
       },
       py::arg("now"), py::arg("request"), py::arg("attempt"), py::arg("event"), py::arg("detail") = "");
+  core.def(
+      "extend",
+      [](Self& self, std::uint64_t request, std::int64_t prompt_tokens, std::int64_t max_new_tokens,
+         const py::array& hashes) {
+        return make(self, calls::Extend{request, prompt_tokens, max_new_tokens,
+                                        copy_of(bytes_of(hash_span(hashes, "hashes")))});
+      },
+      py::arg("request"), py::arg("prompt_tokens"), py::arg("max_new_tokens"), py::arg("hashes"));
   core.def("forget", [](Self& self, std::uint64_t request) { make(self, calls::Forget{request}); }, py::arg("request"));
   core.def(
       "state",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches the Hopper MLA decode kernel; what it is not made for goes to the portable kernel."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,17 +27,21 @@ MAX_GROUPS = 8
 class Variant:
     """How the kernel is built. See docs/kernels.md for what each got.
 
-    ``soon`` lets the products of a page begin after the left half of the next page's scores, not after all of them.
-    ``fuse`` joins divided sequences in the same launch. ``pdl`` lets the launch begin while the one before it ends.
+    ``soon`` lets the products of a page begin when so many pieces of the next page's scores (of 11) are still on their
+    way, not after all of them.
+    ``gentle`` orders the second and third page of a block when the first one has come.
+    ``pdl`` lets the launch begin while the one before it ends.
     """
 
-    soon: bool = False
-    fuse: bool = True
+    soon: int = 1
+    gentle: bool = True
     pdl: bool = True
 
 
-MANY_ROWS = Variant()
-FEW_ROWS = Variant()
+IDLE = 0.04
+"""Share of processors that may idle for the sake of even cuts."""
+RAGGED = 3
+"""Pages' worth of time that another sequence costs a block (see ``triton_schedule``), unless cuts are even."""
 
 
 def supports(query: Tensor, pages: Tensor, batch: AttentionBatch, latent_dim: int) -> bool:
@@ -63,27 +68,19 @@ def descriptors(pages: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     return describe(256), describe(64)
 
 
-def blocks_of(batch: AttentionBatch, processors: int, groups: int) -> int:
-    """Blocks of the schedule: one for each processor and run of rows, but no more than there are units of work."""
-    pages = -(-batch.host_context.astype(np.int64) // PAGE)
-    return max(min(processors // groups, int(pages.sum()) + OVERHEAD * len(pages)), 1)
+def blocks_of(batch: AttentionBatch, processors: int, rows: int) -> tuple[int, int]:
+    """Blocks of the schedule for ``rows`` query rows a sequence, and how many of them sequences of equal length use.
 
-
-def counts_of(batch: AttentionBatch, groups: int) -> Tensor:
-    """Counters by which blocks wait for each other, ``int32[sequences x groups]``. Every launch leaves them at 0."""
-
-    def make() -> Tensor:
-        return torch.zeros(batch.num_sequences * groups, dtype=torch.int32, device=batch.context.device)
-
-    return batch.derived(f"gluon_counts:{groups}", make)
-
-
-def join_tile(blocks: int, sequences: int) -> tuple[int, int, int]:
-    """(parts, runs, columns) that a block joins at a time, 8,192 values: many parts when many blocks share a sequence.
-
-    Only two forms, since each is a kernel to build.
+    At most one block for each processor and run of 64 rows. A sequence is not divided so finely that joining its parts
+    costs more than the division gains. Where it costs few processors, cuts between equal sequences are even.
     """
-    return (64, 1, 128) if blocks // sequences > 5 else (4, 4, LATENT)
+    count = batch.num_sequences
+    total = int((-(-batch.host_context.astype(np.int64) // PAGE)).sum())
+    # Fitted to measured times: a part costs as much as its rows and 70 more.
+    worth = math.ceil(math.sqrt(total / count * 3000 / (rows + 70)) * count)
+    most = max(min(processors // -(-rows // ROWS), total + OVERHEAD * count, worth), 1)
+    even = most - most % count if count <= most else count // -(-count // most)
+    return most, even if even > (1 - IDLE) * most else most
 
 
 def attend(
@@ -100,23 +97,23 @@ def attend(
     heads = query.shape[1]
     largest = triton_launch.most_rows(batch, heads)
     groups = triton.cdiv(largest, ROWS)
-    built = variant or (MANY_ROWS if largest > ROWS else FEW_ROWS)
-    blocks = blocks_of(batch, triton_launch.device_of(query).processors, groups)
-    schedule = triton_launch.schedule_of(batch, blocks)
+    built = variant or Variant()
+    blocks, even = blocks_of(batch, triton_launch.device_of(query).processors, largest)
+    schedule = triton_launch.schedule_of(batch, blocks, RAGGED, even)
     part, part_lse = triton_launch.parts_of(batch, blocks, largest, LATENT)
     kv_desc, rope_desc = descriptors(pages)
-    parts, runs, columns = join_tile(blocks, batch.num_sequences)
     options = {"launch_pdl": True} if built.pdl else {}
     mla_decode[(blocks * groups,)](
         kv_desc, rope_desc, query, batch.block_table, batch.context, batch.q_start, schedule.plan,
-        counts_of(batch, groups), output, part_lse if lse is None else lse, part, part_lse,
+        output, part_lse if lse is None else lse, part, part_lse,
         scale * triton_launch.LOG2_E, batch.block_table.stride(0), pages.stride(0) // WIDTH, part.shape[1],
         HEADS=heads, GROUPS=groups, MULTI=batch.num_tokens > batch.num_sequences, WITH_LSE=lse is not None,
-        FUSE=built.fuse and blocks > 1, PARTS=parts, RUNS=runs, COLUMNS=columns, SOON=built.soon, PDL=built.pdl,
-        num_warps=4, **options,
+        SOON=built.soon, GENTLE=built.gentle, PDL=built.pdl, num_warps=4, **options,
     )  # fmt: skip
-    if blocks > 1 and not built.fuse:
-        merge(part, part_lse, schedule, batch.q_start, output, lse, heads=heads, rows=largest, pdl=built.pdl)
+    if blocks > 1:
+        merge(
+            part, part_lse, schedule, batch.q_start, output, lse, heads=heads, rows=largest, pdl=built.pdl
+        )
 
 
 def mla_paged_attention(

@@ -12,7 +12,7 @@ softened. That takes three pages on chip, for which the query has to make room: 
 registers of the scores' warpgroup. P takes the place of its page's rotary columns.
 
 Every block walks its share of the schedule (see ``triton_schedule``) page by page, without draining the slots between
-sequences; the last blocks to touch a sequence join its parts (see ``gluon_parts``) or leave that to ``triton_merge``.
+sequences; ``triton_merge`` joins the parts of a divided sequence.
 The shapes are fixed: 512 + 64 columns of bfloat16, pages of 64 tokens.
 """
 
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from twinpool.engine.kernels.gluon_parts import LATENT, LN2, PAGE, join_shared, queries, skip, span
+from twinpool.engine.kernels.gluon_parts import LATENT, LN2, PAGE, queries, skip, span
 
 # fmt: off
 # Argument lists of kernels are read in groups.
@@ -179,12 +179,12 @@ def _scores(
             if i > first:
                 fence_async_shared()
                 mbarrier.arrive(al_full.index((k + 1) % 2), count=1)
-            if SOON:
-                m = warpgroup_mma_wait(7, deps=[m])
+            if SOON > 0:
+                m = warpgroup_mma_wait(SOON, deps=[m])
                 if i > first:
                     mbarrier.arrive(p_full.index((k + 1) % 2), count=1)
             sc = warpgroup_mma_wait(0, deps=[acc])
-            if not SOON:  # noqa: SIM102
+            if SOON == 0:  # noqa: SIM102
                 if i > first:
                     mbarrier.arrive(p_full.index((k + 1) % 2), count=1)
             if i == first:
@@ -229,7 +229,7 @@ def _values(
     SIDE: gl.constexpr, kv_desc, rope_desc, TABLE, table_stride, page_rows, CONTEXT, Q_START, OUT, PART,
     block, group, s0, p0, s1, p1, stop, length, number, part_rows,
     half, mix, al_s, full, rope_full, al_full, p_full, p_empty, l_full, l_empty,
-    HEADS: gl.constexpr, MULTI: gl.constexpr,
+    HEADS: gl.constexpr, MULTI: gl.constexpr, GENTLE: gl.constexpr,
 ):
     LO: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     rl: gl.constexpr = gl.SliceLayout(1, LO)
@@ -249,6 +249,11 @@ def _values(
     r2 = gl.load(TABLE + cs * table_stride + ci, mask=w2, other=0) * page_rows
     if SIDE == 0:
         _fetch_rope(rope_desc, r0, rope_full.index(0), mix.index(0), w0)
+    if GENTLE:  # noqa: SIM102
+        # The query is on its way too. It would come last, if all pages were ordered at once.
+        if w0:
+            mbarrier.wait(full.index(0), 0)
+    if SIDE == 0:
         _fetch_rope(rope_desc, r1, rope_full.index(1), mix.index(1), w1)
         _fetch_rope(rope_desc, r2, rope_full.index(2), mix.index(2), w2)
     _fetch(SIDE, kv_desc, r1, full.index(1), half.index(1), w1)
@@ -291,17 +296,15 @@ def _values(
         start, tokens = queries(s, Q_START, MULTI)
         rows = tokens * HEADS - group * 64
         lane = gl.arange(0, 64, layout=rl)
-        cols = SIDE * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
+        column = SIDE * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
         mask = gl.expand_dims(lane < rows, 1)
-        offsets = gl.expand_dims(lane, 1) * LATENT + gl.expand_dims(cols, 0)
+        offsets = gl.expand_dims(lane, 1) * LATENT + gl.expand_dims(column, 0)
         if (first == 0) & (end == pages):
             whole = OUT + (start * HEADS + group * 64).to(gl.int64) * LATENT
             gl.store(whole + offsets, acc.to(OUT.dtype.element_ty), mask=mask)
         else:
-            part = (
-                PART
-                + ((2 * block + gl.where(first == 0, 1, 0)) * part_rows + group * 64).to(gl.int64) * LATENT
-            )
+            slot = 2 * block + gl.where(first == 0, 1, 0)
+            part = PART + (slot * part_rows + group * 64).to(gl.int64) * LATENT
             gl.store(part + offsets, acc, mask=mask)
 
 
@@ -315,17 +318,12 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["table_stride", "part_rows"])
 def mla_decode(
-    kv_desc, rope_desc, Q, TABLE, CONTEXT, Q_START, PLAN, COUNTS, OUT, LSE, PART, PART_LSE,
+    kv_desc, rope_desc, Q, TABLE, CONTEXT, Q_START, PLAN, OUT, LSE, PART, PART_LSE,
     scale, table_stride, page_rows, part_rows,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, MULTI: gl.constexpr, WITH_LSE: gl.constexpr, FUSE: gl.constexpr,
-    PARTS: gl.constexpr, RUNS: gl.constexpr, COLUMNS: gl.constexpr, SOON: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, MULTI: gl.constexpr, WITH_LSE: gl.constexpr, SOON: gl.constexpr,
+    GENTLE: gl.constexpr, PDL: gl.constexpr,
 ):
     """Program (block of the schedule, run of 64 query rows). See ``gluon_launch.attend``."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
     block = gl.program_id(0) // GROUPS
     group = gl.program_id(0) % GROUPS
     ROW = PLAN + block * 16
@@ -353,6 +351,12 @@ def mla_decode(
     l_full = _barriers(1, 1).index(0)
     l_empty = _barriers(1, 2).index(0)
     fence_async_shared()
+    if PDL:
+        # The plan is older than the launch before this one; what that one makes is first used below.
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     gl.warp_specialize(
         [
             (
@@ -369,6 +373,7 @@ def mla_decode(
                     0, kv_desc, rope_desc, TABLE, table_stride, page_rows, CONTEXT, Q_START, OUT, PART,
                     block, group, s0, p0, s1, p1, stop, length, number, part_rows,
                     left, mix, al_s, left_full, rope_full, al_full, p_full, p_empty, l_full, l_empty, HEADS, MULTI,
+                    GENTLE,
                 ),
             ),
             (
@@ -377,14 +382,10 @@ def mla_decode(
                     1, kv_desc, rope_desc, TABLE, table_stride, page_rows, CONTEXT, Q_START, OUT, PART,
                     block, group, s0, p0, s1, p1, stop, length, number, part_rows,
                     right, mix, al_s, right_full, rope_full, al_full, p_full, p_empty, l_full, l_empty, HEADS, MULTI,
+                    GENTLE,
                 ),
             ),
         ],
         [4, 4],
         [160, 160],
     )
-    if FUSE:
-        join_shared(
-            ROW, COUNTS, Q_START, OUT, LSE, PART, PART_LSE, block, group, part_rows,
-            HEADS, GROUPS, MULTI, WITH_LSE, PARTS, RUNS, COLUMNS,
-        )

@@ -104,6 +104,94 @@ class MergeAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MlaStep:
+    """What a step of latent attention starts from.
+
+    ``query [T, heads, nope + rope]`` and ``kv [T, latent + rope]`` as projected; ``weight [latent]`` and ``eps`` of the
+    latent's norm; ``cos`` and ``sin [T, 1, rope]`` as in ``rotary.RotaryTables``.
+    """
+
+    query: Tensor
+    kv: Tensor
+    weight: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
+class MlaRows(Protocol):
+    """Norms the latents, rotates keys and queries, and stores the cache rows at ``batch.slots``.
+
+    Returns ``[T, heads, latent + rope]`` whose last ``rope`` columns are the rotated queries; the others are left for
+    the absorbed ones. A kernel for devices stores nothing for slot -1, which pads the batch of a graph.
+    """
+
+    def __call__(self, step: MlaStep, pages: Tensor, batch: AttentionBatch) -> Tensor: ...
+
+
+class AddNorm(Protocol):
+    """``(total, total / rms(total) * weight)`` with ``total = hidden + delta``, rounded, all ``[T, size]``.
+
+    ``delta [T, parts, size]`` is summed over its parts first; None adds nothing, and ``hidden`` itself comes back.
+    """
+
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class SiluMul(Protocol):
+    """``both [T, 2 n]`` -> ``silu(both[:, :n]) * both[:, n:]``."""
+
+    def __call__(self, both: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How experts are chosen; see ``config.MoeConfig``. One group means none."""
+
+    experts_per_token: int
+    groups: int
+    groups_per_token: int
+    normalize: bool
+    scaling: float
+
+
+class Routing(NamedTuple):
+    """Weights ``float32[T, k]`` and experts ``int[T, k]``; ``lists`` is what a backend's router leaves for its experts."""
+
+    weights: Tensor
+    experts: Tensor
+    lists: tuple[Tensor, Tensor] | None = None
+
+
+class Route(Protocol):
+    """``hidden [T, n]``, ``weight float32[experts, n]`` -> the experts of each token.
+
+    Scores are float32: a softmax, or sigmoids with ``bias float32[experts]``, which steers the choice alone.
+    """
+
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec) -> Routing: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """``gate_up [experts, 2 n, hidden]`` and ``down [experts, hidden, n]``, rows ``[gate | up]``; the shared experts, which
+    every token runs through, as one MLP ``[2 m, hidden]`` and ``[hidden, m]``, or None."""
+
+    gate_up: Tensor
+    down: Tensor
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+
+
+class Moe(Protocol):
+    """``hidden [T, size]`` -> ``[T, size]``, or ``[T, parts, size]`` to be summed over its parts (see ``AddNorm``)."""
+
+    def __call__(self, hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels that a model runs with, one for each operation."""
 
@@ -112,6 +200,11 @@ class Kernels:
     mla_expanded_attention: MlaExpandedAttention
     gqa_paged_attention: GqaPagedAttention
     merge_attention: MergeAttention
+    mla_rows: MlaRows
+    add_norm: AddNorm
+    silu_mul: SiluMul
+    route: Route
+    moe: Moe
 
     @classmethod
     def select(
@@ -137,4 +230,9 @@ class Kernels:
             mla_expanded_attention=cast(MlaExpandedAttention, find("mla_expanded_attention")),
             gqa_paged_attention=cast(GqaPagedAttention, find("gqa_paged_attention")),
             merge_attention=cast(MergeAttention, find("merge_attention")),
+            mla_rows=cast(MlaRows, find("mla_rows")),
+            add_norm=cast(AddNorm, find("add_norm")),
+            silu_mul=cast(SiluMul, find("silu_mul")),
+            route=cast(Route, find("route")),
+            moe=cast(Moe, find("moe")),
         )

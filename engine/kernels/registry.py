@@ -40,11 +40,12 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a kernel needs. An empty ``devices`` means any."""
+    """What a kernel needs. An empty ``devices`` means any; ``max_compute`` is for instructions that later devices lack."""
 
     devices: frozenset[str] = frozenset()
     min_compute: tuple[int, int] = (0, 0)
     features: frozenset[str] = frozenset()
+    max_compute: tuple[int, int] | None = None
 
     def unmet(self, capability: Capability) -> str | None:
         """Why ``capability`` is not enough; None if it is."""
@@ -52,6 +53,8 @@ class Requirement:
             return f"needs device {' or '.join(sorted(self.devices))}, this is {capability.device}"
         if capability.compute < self.min_compute:
             return f"needs sm_{self.min_compute[0]}{self.min_compute[1]} or later, this is {capability}"
+        if self.max_compute is not None and capability.compute > self.max_compute:
+            return f"needs sm_{self.max_compute[0]}{self.max_compute[1]} or earlier, this is {capability}"
         missing = self.features - capability.features
         return f"needs {', '.join(sorted(missing))}" if missing else None
 
@@ -128,6 +131,10 @@ class KernelRegistry:
     def operations(self) -> list[str]:
         """Names of all operations that have a kernel."""
         return sorted({operation for operation, _ in self._kernels})
+
+    def kernels(self) -> list[Kernel]:
+        """All of them, by operation, the preferred ones first."""
+        return sorted(self._kernels.values(), key=lambda k: (k.operation, -k.priority, k.backend))
 
     def explain(
         self,

@@ -7,8 +7,8 @@ Prefill reads back what it has written, so both roles attend to the same rounded
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
-from twinpool.engine.kernels import torch_backend
-from twinpool.engine.kernels.operations import AttentionResult
+from twinpool.engine.kernels import torch_backend, torch_fused
+from twinpool.engine.kernels.operations import AttentionResult, MlaStep
 from twinpool.engine.kernels.registry import FP8_LATENT, REGISTRY
 from twinpool.engine.kernels.torch_backend import DTYPES
 from twinpool.engine.kv.formats import Fp8LatentRows
@@ -22,6 +22,16 @@ def write_kv(pages: Tensor, rows: Tensor, batch: AttentionBatch, *, latent_dim: 
     """See ``operations.WriteKV``."""
     form = Fp8LatentRows(latent_dim, rows.shape[-1] - latent_dim)
     torch_backend.write_kv(pages, form.pack(rows), batch)
+
+
+@REGISTRY.register(
+    "mla_rows", backend=_BACKEND, dtypes=DTYPES, layouts=_LAYOUTS, note="norm, rotation, packs"
+)
+def mla_rows(step: MlaStep, pages: Tensor, batch: AttentionBatch) -> Tensor:
+    """See ``operations.MlaRows``."""
+    queries, rows = torch_fused.mla_queries(step)
+    write_kv(pages, rows, batch, latent_dim=step.weight.shape[0])
+    return queries
 
 
 @REGISTRY.register("mla_paged_attention", backend=_BACKEND, dtypes=DTYPES, layouts=_LAYOUTS, note="unpacks")

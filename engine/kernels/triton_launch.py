@@ -13,7 +13,7 @@ from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels.operations import AttentionResult
 from twinpool.engine.kernels.triton_merge import merge
 from twinpool.engine.kernels.triton_mla_decode import mla_split
-from twinpool.engine.kernels.triton_schedule import Schedule, make_schedule
+from twinpool.engine.kernels.triton_schedule import OVERHEAD, Schedule, make_schedule
 
 LOG2_E = 1.4426950408889634
 UNIT = 64
@@ -76,9 +76,15 @@ def choose_tiles(rows: int, row_bytes: int, shared: int) -> Tiles:
     raise ValueError(f"cache rows of {row_bytes} bytes do not fit {shared} bytes of shared memory")
 
 
-def schedule_of(batch: AttentionBatch, blocks: int) -> Schedule:
+def schedule_of(
+    batch: AttentionBatch, blocks: int, overhead: int = OVERHEAD, even: int | None = None
+) -> Schedule:
     """The batch's schedule over ``blocks`` thread blocks, made once per batch."""
-    return batch.derived(f"triton_schedule:{blocks}", lambda: make_schedule(batch.context, batch.block_table, blocks, UNIT))
+
+    def make() -> Schedule:
+        return make_schedule(batch.context, batch.block_table, blocks, UNIT, overhead, even)
+
+    return batch.derived(f"triton_schedule:{blocks}:{overhead}", make)
 
 
 def parts_of(batch: AttentionBatch, blocks: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:

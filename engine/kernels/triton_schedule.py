@@ -2,8 +2,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """A balanced schedule for split attention: every thread block gets the same number of pages, wherever sequences end.
 
-All pages of all sequences lie on one axis, each sequence preceded by ``OVERHEAD`` units that stand for its query load
-and its output. The axis is cut into ``blocks`` equal runs. A block walks its run; a sequence that a cut divides leaves
+All pages of all sequences lie on one axis, each sequence preceded by some units that stand for its query load and its
+output. The axis is cut into ``blocks`` equal runs; if all sequences are equally long, into a number of runs that puts
+cuts between sequences, and the blocks left over are idle. A block walks its run; a sequence that a cut divides leaves
 one partial result in each block it touches, and they are joined afterwards.
 
 The plan is one ``int32`` tensor, made on the device from the context lengths alone, so that a captured graph follows
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 OVERHEAD = 1
-"""Units on the axis for each sequence, in pages. Measured: see docs/kernels.md."""
+"""Units on the axis for each sequence, unless a kernel has measured its own."""
 FIELDS = tl.constexpr(16)
 _CHUNK = 32
 
@@ -47,20 +48,28 @@ def _at_most(place, blocks, total):
     return tl.minimum(((place.to(tl.int64) + 1) * blocks - 1) // total, blocks - 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["count", "blocks", "table_stride"])
+@triton.jit(do_not_specialize=["count", "blocks", "even", "table_stride"])
 def plan_kernel(
-    CONTEXT, TABLE, PLAN, count, blocks, table_stride,
-    TILE: tl.constexpr, OVER: tl.constexpr, CUTS: tl.constexpr, CHUNK: tl.constexpr,
+    CONTEXT, TABLE, PLAN, count, blocks, even, table_stride,
+    TILE: tl.constexpr, OVERHEAD: tl.constexpr, CUTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program. ``CUTS`` is a power of two above ``blocks``."""
+    """One program. ``CUTS`` is a power of two above ``blocks``; ``even`` cuts are made if all sequences are equal."""
     cut = tl.arange(0, CUTS)
     item = tl.arange(0, CHUNK)
     total = 0
+    length = (tl.load(CONTEXT) + TILE - 1) // TILE
+    unequal = 0
     for begin in range(0, count, CHUNK):
         inside = begin + item < count
-        context = tl.load(CONTEXT + begin + item, mask=inside, other=0)
-        total += tl.sum(tl.where(inside, (context + TILE - 1) // TILE + OVER, 0))
-    place = (tl.minimum(cut, blocks).to(tl.int64) * total // blocks).to(tl.int32)
+        pages = (tl.load(CONTEXT + begin + item, mask=inside, other=0) + TILE - 1) // TILE
+        total += tl.sum(tl.where(inside, pages, 0))
+        unequal += tl.sum((inside & (pages != length)).to(tl.int32))
+    used = tl.where(unequal == 0, even, blocks)
+    # Where cuts lie between sequences, one begins with a block, and costs it nothing beside its pages.
+    between = (unequal == 0) & ((used % count == 0) | (count % used == 0))
+    OVER = tl.where(between, 1, OVERHEAD)
+    total += count * OVER
+    place = (tl.minimum(cut, used).to(tl.int64) * total // used).to(tl.int32)
     sequence = tl.zeros([CUTS], tl.int32)
     base = tl.zeros([CUTS], tl.int32)
     past = 0
@@ -73,16 +82,16 @@ def plan_kernel(
         sequence += tl.sum(before.to(tl.int32), 1)
         base += tl.sum(tl.where(before, units[None, :], 0), 1)
         # The last cut at or before page 0 begins the sequence; the last one before its end ends it.
-        first = _at_most(tl.minimum(end - units + OVER, end - 1), blocks, total)
+        first = _at_most(tl.minimum(end - units + OVER, end - 1), used, total)
         tl.store(PLAN + FIELDS * blocks + begin + item, first, mask=inside)
-        tl.store(PLAN + FIELDS * blocks + count + begin + item, _at_most(end - 1, blocks, total), mask=inside)
+        tl.store(PLAN + FIELDS * blocks + count + begin + item, _at_most(end - 1, used, total), mask=inside)
         past += tl.sum(units)
     page = tl.maximum(place - base - OVER, 0)
     real = sequence < count
     context = tl.load(CONTEXT + sequence, mask=real, other=0)
     end = base + (context + TILE - 1) // TILE + OVER
-    first = _at_most(tl.minimum(base + OVER, end - 1), blocks, total)
-    parts = _at_most(end - 1, blocks, total) - first + 1
+    first = _at_most(tl.minimum(base + OVER, end - 1), used, total)
+    parts = _at_most(end - 1, used, total) - first + 1
     number = tl.load(TABLE + sequence * table_stride + page, mask=real & (page * TILE < context), other=0)
     row = PLAN + cut * FIELDS
     begins, ends = cut < blocks, (cut > 0) & (cut <= blocks)
@@ -98,16 +107,20 @@ def plan_kernel(
 
 
 def make_schedule(
-    context: Tensor, table: Tensor, blocks: int, tile: int, overhead: int = OVERHEAD
+    context: Tensor, table: Tensor, blocks: int, tile: int, overhead: int = OVERHEAD, even: int | None = None
 ) -> Schedule:
-    """Plans ``context int32[n]`` over ``blocks`` thread blocks. Launches one small kernel; n and blocks are at least 1.
+    """Plans ``context int32[n]`` over ``blocks`` thread blocks. Launches two small kernels; n and blocks are at least 1.
 
-    ``table int32[n, m]`` holds page numbers for field 8; if pages are not of ``tile`` tokens, that field means nothing.
+    ``overhead`` is what a sequence costs, in tiles; ``even``, at most ``blocks``, how many blocks share the work if all
+    sequences are equally long. ``table int32[n, m]`` holds page numbers for field 8; if pages are not of ``tile`` tokens,
+    that field means nothing.
     """
     count = len(context)
-    plan = torch.empty(FIELDS.value * blocks + 2 * count, dtype=torch.int32, device=context.device)
+    plan = torch.empty(FIELDS.value * blocks + 2 * count + 1, dtype=torch.int32, device=context.device)
     plan_kernel[(1,)](
-        context, table, plan, count, blocks, table.stride(0),
-        TILE=tile, OVER=overhead, CUTS=triton.next_power_of_2(blocks + 1), CHUNK=_CHUNK, num_warps=8,
+        context, table, plan, count, blocks, even or blocks, table.stride(0),
+        TILE=tile, OVERHEAD=overhead, CUTS=triton.next_power_of_2(blocks + 1), CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
+    # A launch that overlaps the end of the one before it may read the plan early. So let another one lie in between.
+    plan[-1:].zero_()
     return Schedule(plan, blocks, tile)

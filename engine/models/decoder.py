@@ -37,6 +37,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         hidden, eps, mla, moe = config.hidden_size, config.rms_norm_eps, config.mla, config.moe
+        self.kernels = kernels
         self.attention: GqaAttention | MlaAttention
         if mla is not None:
             self.attention = MlaAttention(config, mla, kernels, prefill, dtype=dtype, device=device)
@@ -44,23 +45,34 @@ class DecoderLayer(nn.Module):
             self.attention = GqaAttention(config, kernels, attention, prefill, dtype=dtype, device=device)
         self.mlp: GatedMlp | MoeMlp
         if moe is not None and moe.is_moe_layer(layer):
-            self.mlp = MoeMlp(moe, hidden, bias=config.mlp_bias, dtype=dtype, device=device)
+            self.mlp = MoeMlp(moe, hidden, kernels, bias=config.mlp_bias, dtype=dtype, device=device)
         else:
             bias = config.mlp_bias
-            self.mlp = GatedMlp(hidden, config.intermediate_size, bias=bias, dtype=dtype, device=device)
+            self.mlp = GatedMlp(
+                hidden, config.intermediate_size, kernels, bias=bias, dtype=dtype, device=device
+            )
         self.input_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.mlp_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: Tensor, rotary: RotaryTables, pages: Tensor, batch: AttentionBatch, rows: Tensor | None
-    ) -> Tensor:
-        """``hidden [T, hidden]`` -> the same, or only ``rows`` of it (the KV of all tokens is written)."""
-        attended = self.attention(self.input_norm(hidden), rotary, pages, batch)
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        rotary: RotaryTables,
+        pages: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden [T, hidden]`` and what is still to be added to it -> the same, or only ``rows`` of it (the KV of all
+        tokens is written)."""
+        norm = self.input_norm
+        hidden, normed = self.kernels.add_norm(hidden, delta, norm.weight, norm.eps)
+        attended = self.attention(normed, rotary, pages, batch)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        hidden = hidden + attended
-        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return result
+        norm = self.mlp_norm
+        hidden, normed = self.kernels.add_norm(hidden, attended, norm.weight, norm.eps)
+        return hidden, self.mlp(normed)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.attention.slots(f"{prefix}self_attn.")
@@ -85,7 +97,7 @@ class PagedDecoder(DecoderModel):
     ) -> None:
         """``kv_dtype``: the form of cache rows, which ``kernels`` have to be for."""
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels
         self.kv_layout = KVLayout.of(config, attention)
         self.kv_rows = self.kv_layout.rows(dtype, kv_dtype)
         self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
@@ -104,12 +116,12 @@ class PagedDecoder(DecoderModel):
         hidden = F.embedding(token_ids, self.embedding)
         rotary = self.rotary.tables(positions, hidden.dtype)
         final = len(self.layers) - 1
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             # Past the last attention only the wanted rows matter.
             rows = batch.last_rows if index == final else None
-            hidden = layer(hidden, rotary, pool[:, index], batch, rows)
-        result: Tensor = self.norm(hidden)
-        return result
+            hidden, delta = layer(hidden, delta, rotary, pool[:, index], batch, rows)
+        return self.kernels.add_norm(hidden, delta, self.norm.weight, self.norm.eps)[1]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twinpool.engine.kernels import Kernels
 from twinpool.engine.models.weights import WeightSlot, parameter
 
 
@@ -67,18 +68,23 @@ class GatedMlp(nn.Module):
     """``down(silu(gate(x)) * up(x))`` with gate and up as one product."""
 
     def __init__(
-        self, hidden: int, intermediate: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
+        self,
+        hidden: int,
+        intermediate: int,
+        kernels: Kernels,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.intermediate = intermediate
+        self.kernels, self.biased = kernels, bias
         gate_up = [("gate_proj", intermediate, bias), ("up_proj", intermediate, bias)]
         self.gate_up = FusedLinear(hidden, gate_up, dtype=dtype, device=device)
         self.down = FusedLinear(intermediate, [("down_proj", hidden, bias)], dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        both = self.gate_up(hidden)
-        gate, up = both[..., : self.intermediate], both[..., self.intermediate :]
-        result: Tensor = self.down(F.silu(gate) * up)
+        result: Tensor = self.down(self.kernels.silu_mul(self.gate_up(hidden)))
         return result
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:

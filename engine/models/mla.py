@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import MlaConfig, ModelConfig
 from twinpool.engine.kernels import Kernels
+from twinpool.engine.kernels.operations import MlaStep
 from twinpool.engine.models.layers import FusedLinear, RMSNorm
 from twinpool.engine.models.paths import PrefillPath, expand_is_cheaper
 from twinpool.engine.models.rotary import RotaryTables, deinterleave, softmax_scale
@@ -68,51 +69,44 @@ class MlaAttention(nn.Module):
         query, kv = down[:, : self.query_columns], down[:, self.query_columns :]
         if self.query_norm is not None and self.query_up is not None:
             query = self.query_up(self.query_norm(query))
-        query = query.reshape(len(hidden), self.heads, mla.qk_head_dim)
-        query_rotary = rotary.rotate(query[..., mla.qk_nope_head_dim :])
-        latent = self.kv_norm(kv[:, : mla.kv_lora_rank])
-        key_rotary = rotary.rotate(kv[:, None, mla.kv_lora_rank :])[:, 0]
-        rows = torch.cat((latent, key_rotary), dim=-1)
-        self.kernels.write_kv(pages, rows, batch, latent_dim=mla.kv_lora_rank)
-        result: Tensor = self.output(
-            self._attend(query[..., : mla.qk_nope_head_dim], query_rotary, pages, batch)
-        )
+        query = query.view(len(hidden), self.heads, mla.qk_head_dim)
+        norm = self.kv_norm
+        step = MlaStep(query, kv, norm.weight, norm.eps, rotary.cos, rotary.sin)
+        rotated = self.kernels.mla_rows(step, pages, batch)
+        result: Tensor = self.output(self._attend(query[..., : mla.qk_nope_head_dim], rotated, pages, batch))
         return result
 
-    def _attend(self, plain: Tensor, rotary: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
-        """``plain [T, heads, nope]`` and ``rotary [T, heads, rope]`` queries -> ``[T, heads * v]``."""
+    def _attend(self, plain: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
+        """``plain [T, heads, nope]`` queries and ``rotated [T, heads, latent + rope]`` -> ``[T, heads * v]``."""
         decodes, sequences = batch.num_decodes, batch.num_sequences
         if decodes == sequences:
-            return self._absorbed(plain, rotary, pages, batch)
+            return self._absorbed(plain, rotated, pages, batch)
         prefills = batch.select(decodes, sequences)
         expand = self.prefill == "expanded" or (
             self.prefill == "auto" and expand_is_cheaper(prefills, self.config)
         )
         if not expand:
-            return self._absorbed(plain, rotary, pages, batch)
-        fresh = self._expanded(plain[decodes:], rotary[decodes:], pages, prefills)
+            return self._absorbed(plain, rotated, pages, batch)
+        fresh = self._expanded(plain[decodes:], rotated[decodes:], pages, prefills)
         if not decodes:
             return fresh
-        running = self._absorbed(plain[:decodes], rotary[:decodes], pages, batch.select(0, decodes))
+        running = self._absorbed(plain[:decodes], rotated[:decodes], pages, batch.select(0, decodes))
         return torch.cat((running, fresh))
 
-    def _absorbed(self, plain: Tensor, rotary: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
-        nope = self.config.qk_nope_head_dim
-        latent_query = torch.bmm(plain.transpose(0, 1), self.kv_up[:, :nope]).transpose(0, 1)
-        found = self.kernels.mla_paged_attention(
-            torch.cat((latent_query, rotary), dim=-1),
-            pages,
-            batch,
-            latent_dim=self.config.kv_lora_rank,
-            scale=self.scale,
+    def _absorbed(self, plain: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
+        nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        product_into(rotated[..., :latent].transpose(0, 1), plain.transpose(0, 1), self.kv_up[:, :nope])
+        found = self.kernels.mla_paged_attention(rotated, pages, batch, latent_dim=latent, scale=self.scale)
+        values = plain.new_empty(len(plain), self.heads, self.config.v_head_dim)
+        product_into(
+            values.transpose(0, 1), found.output.transpose(0, 1), self.kv_up[:, nope:].transpose(1, 2)
         )
-        values = torch.bmm(found.output.transpose(0, 1), self.kv_up[:, nope:].transpose(1, 2))
-        return values.transpose(0, 1).reshape(len(plain), -1)
+        return values.view(len(plain), -1)
 
-    def _expanded(self, plain: Tensor, rotary: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
-        nope = self.config.qk_nope_head_dim
+    def _expanded(self, plain: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
+        nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         found = self.kernels.mla_expanded_attention(
-            torch.cat((plain, rotary), dim=-1),
+            torch.cat((plain, rotated[..., latent:]), dim=-1),
             pages,
             batch,
             expand_keys=self.kv_up[:, :nope],
@@ -129,6 +123,14 @@ class MlaAttention(nn.Module):
         yield from self.kv_norm.slots(f"{prefix}kv_a_layernorm.")
         yield WeightSlot(f"{prefix}kv_b_proj.weight", self.kv_up.view(-1, self.kv_up.shape[-1]))
         yield from self.output.slots(prefix)
+
+
+def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out[...] = left @ right`` for batches of matrices, without a copy where the device's library can store so."""
+    if out.device.type == "cuda":
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left, right))
 
 
 def _row_orders(mla: MlaConfig, heads: int) -> tuple[Tensor | None, Tensor | None]:

@@ -14,6 +14,8 @@ from twinpool.engine.tiny import write_tiny
 
 BRIEF_LEASE_SECONDS = 2.0
 BRIEF_DEADLINE_SECONDS = 1.0
+# A tiny model ends most answers before they can be moved, unless they are moved at once.
+ROUTER = {"router.quarantine_seconds": 0.5, "router.queue_ttl_seconds": 600, "router.finish_seconds": 0.0}
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +55,7 @@ def shared_routed_fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFacto
     """Two workers of each role behind a router."""
     workers = {f"{role}-{number}": role for role in ("prefill", "decode") for number in range(2)}
     with running_fleet(tmp_path_factory.mktemp("routed"), checkpoint, workers) as fleet:
-        asyncio.run(fleet.start_router({"router.quarantine_seconds": 0.5, "router.queue_ttl_seconds": 600}))
+        asyncio.run(fleet.start_router(ROUTER))
         yield fleet
 
 

@@ -31,7 +31,7 @@ async def restart(fleet: Fleet, name: str, settings: dict[str, object] | None = 
 
 
 async def test_a_decode_worker_that_dies_under_a_stream(routed: Fleet) -> None:
-    """Tokens that went out stay valid, none comes twice, and the end says that a worker was lost."""
+    """The answer goes on at the next token on the other one, and is the one that nobody interrupted."""
     before = {name: routed.faults(name).count("to_owner:release") for name in DECODERS}
     async with routed.client() as client:
         killed: list[str] = []
@@ -46,8 +46,9 @@ async def test_a_decode_worker_that_dies_under_a_stream(routed: Fleet) -> None:
 
         outcome = await ask(client, routed.oracle, prompt(3 * BLOCK, 71), 290, leave=kill_after_five)
         assert len(killed) == 1
-        assert 5 <= len(outcome.tokens) < 290
-        assert outcome.reason == "WORKER_LOST"
+        assert len(outcome.tokens) == 290
+        assert outcome.done.decode_worker not in killed
+        assert outcome.done.attempts > 1
         # What needs the dead one no more is served at once.
         other = await ask(client, routed.oracle, prompt(3 * BLOCK, 72), 5)
         assert other.done.decode_worker not in killed
@@ -74,8 +75,7 @@ async def test_a_prefill_worker_that_dies_before_the_first_token(routed: Fleet) 
         for decoder in DECODERS:
             routed.faults(decoder).clear()
         outcome = await running
-        # On a machine that computes a prompt faster than a test can kill, the first token was out already.
-        assert outcome.finished is not None or (outcome.tokens and outcome.reason == "WORKER_LOST")
+        assert len(outcome.tokens) == 5
         await restart(routed, name)
 
 

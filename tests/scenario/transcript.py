@@ -185,6 +185,20 @@ def submit(session: Session, names: list[str], values: Values) -> list[str]:
     return lines
 
 
+def extend(session: Session, names: list[str], values: Values) -> list[str]:
+    """extend NAME prompt= output= hashes=: what the client has is part of the prompt now."""
+    try:
+        done = session.core.extend(
+            session.ids[names[0]],
+            int(values["prompt"]),
+            int(values["output"]),
+            chain(values.get("hashes", "")),
+        )
+    except _core.CoreError as error:
+        return [f"{names[0]}: error {error}"]
+    return [] if done else [f"{names[0]}: not extended"]
+
+
 def describe(session: Session, action: _core.Action) -> str:
     """An action as a line."""
     name = session.names[action.request]
@@ -314,7 +328,7 @@ def traffic(session: Session, names: list[str], values: Values) -> list[str]:
 VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        at, config, event, explain, finish, forget, index, learn, load, plan, prefix, quarantine, remove, stats, submit,
+        at, config, event, explain, extend, finish, forget, index, learn, load, plan, prefix, quarantine, remove, stats, submit,
         tenant, traffic, wake, worker,
     )
 }  # fmt: skip

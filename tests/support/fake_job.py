@@ -26,7 +26,7 @@ class Script:
     ``prefill_gate``: no prefill ends before it is set. ``report_seconds``: by so much prefill tells its reader before it tells the router.
     ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
     ``fail_fetch``: why no prefix is pulled.
-    ``fail_after_tokens``: decode fails with ``fail_reason`` once a choice has so many tokens. ``silent``: messages that
+    ``fail_after_tokens``: decode fails with ``fail_reason`` once it has drawn so many tokens of a choice. ``silent``: messages that
     are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
     """
 
@@ -63,8 +63,9 @@ class Job:
 
     def first_token(self, script: Script, choice: int) -> pb.FirstToken:
         """What prefill draws for a choice, with the stop rules applied."""
-        token_id = script.token(self, choice, 0)
-        token = pb.FirstToken(index=choice, token_id=token_id, finish=self.finish_of(token_id, 0))
+        drawn = self.draw.drawn
+        token_id = script.token(self, choice, drawn)
+        token = pb.FirstToken(index=choice, token_id=token_id, finish=self.finish_of(token_id, drawn))
         if self.draw.HasField("logprobs"):
             token.logprobs.CopyFrom(fake_logprobs(token_id, self.draw.logprobs))
         return token

@@ -279,7 +279,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         first = await self._received(session, job, command, script)
         for token in first or ():
             if not token.finish:
-                job.offsets[token.index] = 1
+                job.offsets[token.index] = job.draw.drawn + 1
         if first is None:
             return
         if not job.offsets:
@@ -331,7 +331,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             failed: list[Job] = []
             for job in list(session.running.values()):
                 limit = self.script.fail_after_tokens
-                if limit is not None and max(job.offsets.values()) >= limit:
+                if limit is not None and max(job.offsets.values()) - job.draw.drawn >= limit:
                     failed.append(job)
                     continue
                 self._step_job(session, job, step)

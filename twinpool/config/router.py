@@ -117,7 +117,21 @@ class RouterSection(Section):
         le=1000,
         description="Without a deadline, a request is due this many times its expected compute later: short ones first; 0: by arrival.",
     )
-    max_attempts: int = Field(default=3, ge=1, le=100, description="Most placements of one request.")
+    max_attempts: int = Field(
+        default=3, ge=1, le=100, description="Most placements of one request until its client has a token."
+    )
+    max_resumes: int = Field(
+        default=4,
+        ge=0,
+        le=1000,
+        description="How often an answer of which the client has tokens goes on at the next token on other workers. 0: it fails.",
+    )
+    finish_seconds: float = Field(
+        default=1.0,
+        ge=0,
+        le=86400,
+        description="How long answers on a decode worker that drains or flips may end by themselves before they go on elsewhere.",
+    )
     prefill_window_tokens: int = Field(
         default=16384,
         ge=1,

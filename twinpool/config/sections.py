@@ -209,6 +209,12 @@ class WorkerSection(Section):
     drain_timeout_seconds: float = Field(
         default=30.0, ge=0, le=86400, description="Longest wait for running requests at a stop, in seconds."
     )
+    linger_seconds: float = Field(
+        default=1.0,
+        ge=0,
+        le=3600,
+        description="How long a worker that had to wait for running requests at a stop goes on serving its cached blocks to others.",
+    )
 
 
 class KvEventsConfig(Section):

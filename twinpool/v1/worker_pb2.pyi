@@ -270,10 +270,15 @@ class DrawSpec(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAWN_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices."""
     logprobs: _builtins.int
     """Alternatives to report a token; unset: no log-probabilities."""
+    drawn: _builtins.int
+    """Ids at the prompt's end that are output already, where an answer goes on: they count for positions, penalties and
+    limits as if they had been drawn here. Needs n = 1.
+    """
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """All fields set; defaults already filled in."""
@@ -294,10 +299,11 @@ class DrawSpec(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         n: _builtins.int = ...,
         logprobs: _builtins.int | None = ...,
+        drawn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "drawn", b"drawn", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinpool._core import hash_blocks
-from twinpool.engine.sampling import DrawParams, DrawParamsError
+from twinpool.engine.sampling import DrawParams, DrawParamsError, SequenceDraw
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1 import worker_pb2 as pb
@@ -80,10 +80,34 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How both legs draw, and how many choices. A choice's index is part of its random numbers."""
+    """How both legs draw, and how many choices. A choice's index is part of its random numbers.
+
+    ``drawn``: ids at the prompt's end that are output already; not 0 only where an answer goes on, with one choice.
+    """
 
     params: DrawParams
     n: int
+    drawn: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that a choice may still have."""
+        return self.params.max_tokens - self.drawn
+
+    def sequence(
+        self,
+        prompt: Prompt,
+        *,
+        choice: int = 0,
+        outputs: tuple[int, ...] = (),
+        siblings: tuple[SequenceDraw, ...] = (),
+    ) -> SequenceDraw:
+        """The draw of a choice that has ``outputs`` besides what it had before the command."""
+        asked = len(prompt) - self.drawn
+        history = (*prompt.tokens[asked:].tolist(), *outputs)
+        return SequenceDraw(
+            self.params, prompt.tokens[:asked], choice=choice, outputs=history, siblings=siblings
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +300,26 @@ def _draw(spec: pb.DrawSpec, limits: Limits) -> Draw:
         params.check_vocabulary(limits.vocab_size)
     except DrawParamsError as error:
         raise _invalid(f"draw: {error}") from None
-    return Draw(params, spec.n)
+    if spec.drawn and (spec.n != 1 or spec.drawn >= params.max_tokens):
+        raise _invalid(
+            f"draw.drawn is {spec.drawn} with n {spec.n} and max_tokens {params.max_tokens};"
+            " it needs one choice and a token that is left to draw"
+        )
+    return Draw(params, spec.n, spec.drawn)
 
 
 def _prompt(spec: pb.PromptSpec, draw: Draw, limits: Limits) -> Prompt:
     if not spec.token_ids or len(spec.token_ids) % 4:
         raise _invalid(f"prompt.token_ids has {len(spec.token_ids)} bytes, not a positive multiple of 4")
     tokens = np.frombuffer(spec.token_ids, dtype="<i4").astype(np.int32)
-    total = len(tokens) + draw.params.max_tokens
+    total = len(tokens) + draw.remaining
     if total > limits.max_context_tokens:
         raise _invalid(
-            f"prompt of {len(tokens)} tokens and max_tokens {draw.params.max_tokens} exceed the context limit"
+            f"prompt of {len(tokens)} tokens and max_tokens {draw.remaining} exceed the context limit"
             f" {limits.max_context_tokens}"
         )
+    if draw.drawn >= len(tokens):
+        raise _invalid(f"draw.drawn is {draw.drawn}, of a prompt of {len(tokens)} tokens")
     # One block of head-room: what a decode worker reserves beyond the prompt.
     if limits.blocks_of(len(tokens)) + 1 > limits.num_blocks:
         raise _invalid(f"prompt of {len(tokens)} tokens does not fit into {limits.num_blocks} KV blocks")

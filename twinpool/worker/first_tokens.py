@@ -10,9 +10,8 @@ from twinpool.worker.tokens import finish_reason, position_logprobs
 
 def first_draw(draw: Draw, prompt: Prompt) -> SequenceDraw:
     """The first choice's draw, with those of the other choices as its siblings."""
-    params, tokens = draw.params, prompt.tokens
-    siblings = tuple(SequenceDraw(params, tokens, choice=index) for index in range(1, draw.n))
-    return SequenceDraw(params, tokens, siblings=siblings)
+    siblings = tuple(draw.sequence(prompt, choice=index) for index in range(1, draw.n))
+    return draw.sequence(prompt, siblings=siblings)
 
 
 def first_tokens(draw: SequenceDraw, result: StepResult, index: int) -> list[pb.FirstToken]:
@@ -26,7 +25,7 @@ def first_tokens(draw: SequenceDraw, result: StepResult, index: int) -> list[pb.
 
 
 def _token(index: int, draw: SequenceDraw, logprobs: TokenLogprobs | None) -> pb.FirstToken:
-    token = pb.FirstToken(index=index, token_id=draw.outputs[0], finish=finish_reason(draw.finish()))
+    token = pb.FirstToken(index=index, token_id=draw.outputs[-1], finish=finish_reason(draw.finish()))
     if logprobs is not None:
         token.logprobs.CopyFrom(position_logprobs(logprobs))
     return token

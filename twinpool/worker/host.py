@@ -107,7 +107,7 @@ class WorkerHost:
             if self._server is not None:
                 await self._server.set_serving(False)
             with _logged("drain"):
-                await self._serving.drain(seconds)
+                await self._serving.drain(seconds, self._config.worker.linger_seconds)
         await self._close()
         log.info("worker_stopped", worker=str(self.key))
 

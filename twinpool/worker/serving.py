@@ -134,14 +134,16 @@ class Serving:
         )
         self._loop.start()
 
-    async def drain(self, seconds: float) -> bool:
+    async def drain(self, seconds: float, linger_seconds: float) -> bool:
         """Refuses new work and waits until nothing runs, at most ``seconds``; what is left then fails with
-        NOT_SERVING, which routers place anew. Whether all of it had ended by itself."""
+        NOT_SERVING, which routers place anew. Whether all of it had ended by itself.
+
+        ``linger_seconds``: answers that went on elsewhere pull what is cached here, if anything ran."""
         if self._sessions is not None:
             self._sessions.drain()
         try:
             async with asyncio.timeout(seconds):
-                await outcome(self._loop.when_quiet())
+                await self._quiet_and_left(linger_seconds)
             return True
         except TimeoutError:
             log.warning("drain_timeout", seconds=seconds)
@@ -150,6 +152,12 @@ class Serving:
         with contextlib.suppress(LoopEndedError):
             await outcome(self._loop.call(self._fail_rest))
         return False
+
+    async def _quiet_and_left(self, linger_seconds: float) -> None:
+        busy = self._loop.role.requests > 0
+        await outcome(self._loop.when_quiet())
+        if busy:
+            await asyncio.sleep(linger_seconds)
 
     async def close_streams(self) -> None:
         """Ends every stream, after what is queued for it."""

@@ -14,7 +14,7 @@ from twinpool._core import Action, AdmissionConfig, CoreError, RouterCore, Trans
 TABLE = {(event, state): result for event, state, result in RouterCore.TRANSITIONS}
 TERMINAL = {"Finished", "Rejected", "Cancelled", "Expired", "Failed"}
 NO_HASHES = np.empty((0, 16), np.uint8)
-MAX_ATTEMPTS, MAX_REFUSALS, TTL = 2, 3, 30.0
+MAX_ATTEMPTS, MAX_RESUMES, MAX_REFUSALS, TTL = 2, 1, 3, 30.0
 # What each state holds on the prefill worker and on the decode worker.
 HOLDS = {"Prefilling": (1, 2), "HandingOff": (0, 2), "Decoding": (0, 1)}
 DETAILS = {
@@ -34,6 +34,7 @@ class ModelRequest:
     refusals: int = 0
     reserved: bool = False
     delivered: bool = False
+    resumes: int = 0
     deadline: float = float("inf")
     queue_until: float = TTL
     pair: tuple[tuple[str, int], tuple[str, int]] = (("", 0), ("", 0))  # names and registrations
@@ -78,6 +79,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.core = RouterCore(
             AdmissionConfig(
                 max_attempts=MAX_ATTEMPTS,
+                max_resumes=MAX_RESUMES,
                 max_refusals=MAX_REFUSALS,
                 queue_ttl_seconds=TTL,
                 transfer_window_requests=2,
@@ -225,8 +227,12 @@ class RouterMachine(RuleBasedStateMachine):
         request.reserved |= event == "decode_reserved"
         request.delivered |= event == "delivered"
         if event in ("attempt_failed", "worker_lost") and transition.state != "Decoding":
-            may_retry = not request.delivered and request.failures + 1 < MAX_ATTEMPTS
-            request.failures += 1
+            if request.delivered:
+                may_retry = request.resumes < MAX_RESUMES
+                request.resumes += 1
+            else:
+                may_retry = request.failures + 1 < MAX_ATTEMPTS
+                request.failures += 1
             if not may_retry or detail == "INVALID":
                 assert transition.state in ("Failed", "Expired")
             if event == "worker_lost":

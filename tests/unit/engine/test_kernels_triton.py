@@ -115,14 +115,26 @@ def reference_plan(context: list[int], blocks: int, tile: int, overhead: int) ->
     context=st.lists(st.integers(0, 40), min_size=1, max_size=130),
     blocks=st.integers(1, 140),
     overhead=st.integers(1, 3),
+    spared=st.integers(0, 5),
+    equal=st.booleans(),
 )
-def test_every_page_is_walked_once(context: list[int], blocks: int, overhead: int) -> None:
+def test_every_page_is_walked_once(
+    context: list[int], blocks: int, overhead: int, spared: int, equal: bool
+) -> None:
+    """Equal sequences use fewer blocks; the others are idle."""
+    if equal:
+        context = [context[0]] * len(context)
+    even = min(len(context), blocks) if spared == 5 else max(blocks - spared, 1)
     tile, count = 4, len(context)
     table = torch.arange(count * 11, dtype=torch.int32).view(count, 11)
-    found = make_schedule(torch.tensor(context, dtype=torch.int32), table, blocks, tile, overhead)
+    found = make_schedule(torch.tensor(context, dtype=torch.int32), table, blocks, tile, overhead, even)
     plan = found.plan.numpy()
     rows = plan[: FIELDS.value * blocks].reshape(blocks, FIELDS.value)
-    expected = reference_plan(context, blocks, tile, overhead)
+    used = blocks
+    if len({-(-length // tile) for length in context}) == 1:
+        used = even
+        overhead = 1 if used % count == 0 or count % used == 0 else overhead
+    expected = reference_plan(context, used, tile, overhead) + [(count, 0)] * (blocks - used)
     begins = [tuple(row) for row in rows[:, :2].tolist()]
     begins.append(tuple(rows[-1, 2:4].tolist()))
     assert begins == expected
@@ -150,4 +162,4 @@ def test_every_page_is_walked_once(context: list[int], blocks: int, overhead: in
             assert (first[sequence], last[sequence]) == (blocks_of[0], blocks_of[-1])
         else:
             assert first[sequence] == last[sequence]
-    assert walked.max() <= -(-(sum(map(len, owners)) + overhead * count) // blocks) + 1
+    assert walked.max() <= -(-(sum(map(len, owners)) + overhead * count) // used) + 1

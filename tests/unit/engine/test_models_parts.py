@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary tables and expert routing against transformers; which attention path runs when."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import Family, ModelConfig, MoeConfig
-from twinpool.engine.kernels import REGISTRY, KernelRegistry
+from twinpool.engine.kernels import REGISTRY, KernelRegistry, torch_fused
+from twinpool.engine.kernels.operations import ExpertWeights, Routing
 from twinpool.engine.kernels.registry import Kernel
 from twinpool.engine.loader import load_model
 from twinpool.engine.models.moe import Experts, Router
@@ -123,7 +125,7 @@ def test_routing_is_that_of_transformers(family: Family, raw: dict[str, Any]) ->
         other.e_score_correction_bias.copy_(ours.bias)
     with torch.no_grad():
         _, expected_weights, expected_experts = other(hidden)
-    weights, experts = ours(hidden)
+    weights, experts, _ = torch_fused.route(hidden, ours.weight, ours.bias, ours.spec)
     for found, expected in ((experts, expected_experts), (weights, expected_weights)):
         dense = [torch.zeros(200, 16).scatter_(1, ids, values.float()) for ids, values in
                  ((experts, found), (expected_experts, expected))]  # fmt: skip
@@ -141,7 +143,7 @@ def test_experts_sum_what_each_token_chose(tokens: int) -> None:
     chosen = (
         torch.stack([torch.randperm(16)[:4] for _ in range(tokens)]) if tokens else torch.empty(0, 4).long()
     )
-    found = experts(hidden, weights, chosen)
+    found = torch_fused.moe(hidden, Routing(weights, chosen), ExpertWeights(experts.gate_up, experts.down))
     expected = torch.zeros(tokens, 32)
     for token in range(tokens):
         for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
@@ -164,15 +166,16 @@ def test_layers_with_experts_follow_first_dense_and_frequency() -> None:
 
 
 def counting_registry(calls: list[str]) -> KernelRegistry:
-    """The built-in kernels, each noting its name when it runs."""
+    """The built-in kernels, each that reads or writes KV noting its name when it runs."""
     registry = KernelRegistry()
-    for (operation, backend), kernel in REGISTRY._kernels.items():
+    for kernel in REGISTRY.kernels():
 
         def run(*args: Any, _kernel: Kernel = kernel, **kwargs: Any) -> Any:
-            calls.append(_kernel.operation)
+            if _kernel.operation.endswith(("attention", "rows", "write_kv")):
+                calls.append(_kernel.operation)
             return _kernel.function(*args, **kwargs)
 
-        registry.add(Kernel(operation, backend, kernel.requires, kernel.dtypes, kernel.layouts, 0, run))
+        registry.add(replace(kernel, function=run))
     return registry
 
 
@@ -199,15 +202,16 @@ def test_each_path_runs_its_own_kernels(
     for seq in (0, 1):
         run.add(seq, random_prompts([40], 512)[0])
     run.step([(0, 39)])
-    assert set(calls) == prefill | {"write_kv"}
+    write = {"write_kv" if family == "llama" else "mla_rows"}
+    assert set(calls) == prefill | write
     calls.clear()
     run.step([(0, 1)])
-    assert set(calls) == decode | {"write_kv"}
+    assert set(calls) == decode | write
     calls.clear()
     run.tokens[0].append(5)
     run.step([(0, 1), (1, 40)])
-    assert set(calls) == prefill | decode | {"write_kv"}
-    assert calls.count("write_kv") == model.config.num_layers
+    assert set(calls) == prefill | decode | write
+    assert sum(call in write for call in calls) == model.config.num_layers
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def prepared(tokens: list[int]) -> Prepared:
     array = np.array(tokens, np.int32)
     return Prepared(
         "r", "r", GROUP, array, hash_blocks(ROOT, array, BLOCK), ROOT, inference.SamplingParams(), 100, 0, (),
-        (), False, 1, None, 0, "", 0, 0.0, 0.0, Deadline(),
+        (), False, 1, None, 0, True, "", 0, 0.0, 0.0, Deadline(),
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ async def test_a_whole_prompt_in_the_cache_is_not_predicted_beyond_its_last_bloc
 async def test_two_routers_know_the_same(model_path: Path) -> None:
     """Also one that starts late and has placed nothing."""
     async with cached_cluster(model_path, num_blocks=40) as cluster:
-        prompts = [prompt(16 * (2 + seed % 4), seed=seed) for seed in range(20)]
+        prompts = [prompt(16 * (2 + seed % 4), seed=seed) for seed in range(30)]
         for tokens in prompts:
             await cluster.ask(generate(tokens))
         late = Router(TwinpoolConfig(), "router-late")

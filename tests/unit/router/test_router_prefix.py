@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
@@ -16,7 +15,6 @@ from tests.support.fake_cluster import FakeCluster, collect, fake_cluster, gener
 from tests.support.fake_worker import FIRST_TOKEN, Script
 from tests.support.waiting import until
 from twinpool import metrics
-from twinpool.errors import from_rpc_error
 from twinpool.router.tokenize import hash_prompt
 from twinpool.v1 import worker_pb2 as pb
 
@@ -220,17 +218,13 @@ async def test_the_worker_dies_after_its_first_token(model_path: Path) -> None:
         await learn(cluster, "d0", PROMPT)
         doomed = cluster.workers["d0"]
         doomed.script = Script(step_seconds=0.02)
-        call = cluster.stub.Generate(generate(PROMPT, max_tokens=500), timeout=20.0)
-
-        async def until_it_ends() -> None:
-            async for event in call:
-                if event.WhichOneof("event") == "tokens" and doomed.held:
-                    await doomed.kill()
-
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await until_it_ends()
-        assert from_rpc_error(caught.value).reason == "WORKER_LOST"
-        await until(lambda: not cluster.held())
+        asking = asyncio.create_task(cluster.ask(generate(PROMPT, max_tokens=60)))
+        await until(lambda: any(session.running for session in doomed.sessions))
+        await doomed.kill()
+        answer = await asking
+        assert (answer.error, len(answer.tokens())) == (None, 60)
+        assert (answer.finished.decode_worker, answer.finished.attempts) == ("d1", 2)
+        await cluster.assert_quiescent()
 
 
 async def test_a_client_that_leaves_while_the_prompt_is_computed(model_path: Path) -> None:

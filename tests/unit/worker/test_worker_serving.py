@@ -181,7 +181,7 @@ async def test_draining_refuses_the_new_and_finishes_the_old() -> None:
     async with _pair() as (p, d), _sessions(p, d) as (to_p, to_d):
         running = asyncio.create_task(generate(to_p, to_d, Request(prompt, "old", "unit", max_tokens=200)))
         await until(lambda: to_d.step_messages or running.done())
-        draining = asyncio.create_task(d.serving.drain(20))
+        draining = asyncio.create_task(d.serving.drain(20, 0.0))
         await asyncio.sleep(0)
         with pytest.raises(AttemptFailedError) as caught:
             await generate(to_p, to_d, Request(prompt, "new", "unit"))
@@ -195,7 +195,7 @@ async def test_what_outlives_the_drain_is_told_before_the_stream_ends() -> None:
         request = Request(random_prompt(20), "r", "unit", max_tokens=300)
         running = asyncio.create_task(generate(to_p, to_d, request))
         await until(lambda: to_d.step_messages or running.done())
-        assert await d.serving.drain(0.05) is False
+        assert await d.serving.drain(0.05, 0.0) is False
         await d.stop()
         with pytest.raises(AttemptFailedError) as caught:
             await running

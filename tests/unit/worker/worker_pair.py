@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
-from worker_requests import BLOCK, ROOT, decode_command, prefill_command
+from worker_requests import BLOCK, ROOT, cancel_command, decode_command, prefill_command, random_prompt
 
 from twinpool._core import BlockManager, SchedulerConfig, StepScheduler, hash_blocks
 from twinpool.config import TwinpoolConfig
@@ -33,7 +33,7 @@ from twinpool.worker.commands import Limits, parse_command, worker_id
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.stack import EngineStack
 
-__all__ = ["BLOCK", "ROOT", "decode_command", "prefill_command"]
+__all__ = ["BLOCK", "ROOT", "cancel_command", "decode_command", "prefill_command", "random_prompt"]
 
 SESSION = 1
 
@@ -369,14 +369,6 @@ class Answer:
 def prefix_source(owner: Worker, blocks: int) -> pb.PrefixSource:
     """``owner`` is believed to hold the prompt's first ``blocks`` blocks."""
     return pb.PrefixSource(owner=worker_id(owner.key), endpoint="127.0.0.1:1", blocks=blocks)
-
-
-def cancel_command(request_id: str = "r", attempt: int = 1) -> pb.SessionRequest:
-    return pb.SessionRequest(cancel=pb.CancelCommand(id=pb.AttemptId(request_id=request_id, attempt=attempt)))
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(8, 250, length).tolist()
 
 
 def reference(

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tests.support.worker_commands import draw_spec, prompt_spec, set_deadline
 from twinpool._core import root_hash
 from twinpool.v1 import worker_pb2 as pb
@@ -65,3 +67,11 @@ def prefill_command(
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(prefill=command)
+
+
+def cancel_command(request_id: str = "r", attempt: int = 1) -> pb.SessionRequest:
+    return pb.SessionRequest(cancel=pb.CancelCommand(id=pb.AttemptId(request_id=request_id, attempt=attempt)))
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(8, 250, length).tolist()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps as CUDA graphs, one for each size of batch, so that a step's launches cost the host one call.
+
+A batch runs in the smallest graph that holds it. Sequences that fill it up have no context and slot -1: they attend to
+nothing and store nothing. Attention plans its work on the device, inside the graph, from the lengths of the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.kv.pool import KVPool
+from twinpool.engine.models.base import DecoderModel
+from twinpool.engine.step import PlanArrays
+from twinpool.logs import get_logger
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A captured step of ``size`` sequences, the tensors it reads and the logits it leaves."""
+
+    size: int
+    whole: Tensor  # int64[3, size]: token ids, positions, slots
+    batch: AttentionBatch
+    staged: Tensor  # pinned, as ``whole``
+    staged_context: Tensor  # pinned int32[size]
+    staged_table: Tensor  # pinned int32[size, blocks]
+    copied: torch.cuda.Event
+    replayed: torch.cuda.CUDAGraph
+    logits: Tensor | None = None
+
+
+class DecodeGraphs:
+    """The graphs of one model over one pool, captured when first needed. Used from one thread."""
+
+    def __init__(
+        self, model: DecoderModel, pool: KVPool, *, max_context: int, buckets: Sequence[int] = BUCKETS
+    ) -> None:
+        """``max_context``: tokens of the longest sequence; longer ones, and larger batches, are not for graphs."""
+        self._model, self._pool = model, pool
+        self._blocks = -(-max_context // pool.block_tokens)
+        self._buckets = sorted(buckets)
+        self._graphs: dict[int, _Graph] = {}
+        self._memory: Any = None
+
+    def fits(self, plan: PlanArrays) -> bool:
+        """Whether ``plan`` consists of decodes alone, no more and no longer than the graphs take."""
+        count = len(plan.seq)
+        return (
+            plan.num_decodes == count
+            and count <= self._buckets[-1]
+            and int(plan.context.max()) <= self._blocks * self._pool.block_tokens
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: PlanArrays) -> Tensor:
+        """Runs a plan that ``fits``: logits ``float32[n, vocab]``, valid until the next run. Does not wait for the device."""
+        count = len(plan.seq)
+        size = next(bucket for bucket in self._buckets if bucket >= count)
+        graph = self._graphs.get(size) or self._capture(size)
+        graph.copied.synchronize()  # The staging memory is free again once the last step's copies are done.
+        self._stage(graph, plan, count)
+        graph.replayed.replay()
+        assert graph.logits is not None
+        return graph.logits[:count]
+
+    def _stage(self, graph: _Graph, plan: PlanArrays, count: int) -> None:
+        whole, table = graph.staged.numpy(), graph.staged_table.numpy()
+        whole[:2, count:], whole[2, count:] = 0, -1
+        whole[0, :count], whole[1, :count], whole[2, :count] = plan.token_ids, plan.positions, plan.slots
+        context = graph.staged_context.numpy()
+        context[:count], context[count:] = plan.context, 0
+        width = min(plan.block_table.shape[1], self._blocks)
+        table[:count, :width] = plan.block_table[:, :width]
+        graph.whole.copy_(graph.staged, non_blocking=True)
+        graph.batch.context.copy_(graph.staged_context, non_blocking=True)
+        graph.batch.block_table.copy_(graph.staged_table, non_blocking=True)
+        graph.copied.record()
+
+    def _capture(self, size: int) -> _Graph:
+        device = self._pool.tensor.device
+        whole = torch.zeros(3, size, dtype=torch.int64, device=device)
+        whole[2] = -1
+        # The lengths that captured launches are sized for; unequal ones, since real ones are.
+        lengths = np.full(size, self._blocks * self._pool.block_tokens, np.int32)
+        lengths[1::2] -= self._pool.block_tokens * min(self._blocks - 1, 1)
+        batch = AttentionBatch.build(
+            q_start=np.arange(size + 1, dtype=np.int32),
+            context=lengths,
+            block_table=np.full((size, self._blocks), -1, np.int32),
+            slots=np.full(size, -1, np.int64),
+            block_tokens=self._pool.block_tokens,
+            num_decodes=size,
+            device=device,
+        )
+        batch.context.zero_()
+        batch.slots = whole[2]
+        made = _Graph(
+            size=size,
+            whole=whole,
+            batch=batch,
+            staged=torch.zeros(3, size, dtype=torch.int64, pin_memory=True),
+            staged_context=torch.zeros(size, dtype=torch.int32, pin_memory=True),
+            staged_table=torch.full((size, self._blocks), -1, dtype=torch.int32, pin_memory=True),
+            copied=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            replayed=torch.cuda.CUDAGraph(),
+        )
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            # Builds kernels and the libraries' workspaces, which a capture must not.
+            self._forward(made)
+            side.synchronize()
+            batch.forget()
+            with torch.cuda.graph(made.replayed, pool=self._memory, stream=side):
+                made.logits = self._forward(made)
+        self._memory = self._memory or made.replayed.pool()
+        self._graphs[size] = made
+        log.info("decode_graph_captured", sequences=size)
+        return made
+
+    def _forward(self, graph: _Graph) -> Tensor:
+        hidden = self._model(graph.whole[0], graph.whole[1], self._pool.tensor, graph.batch)
+        return self._model.logits(hidden)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers the Triton kernels, and those for Hopper alone. Their modules are imported when first called."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from twinpool.engine.kernels.registry import BLOCK_MAJOR, FP8_LATENT, REGISTRY, Kernel, Requirement
+
+_CUDA = Requirement(frozenset({"cuda"}), (8, 0))
+_HOPPER = Requirement(frozenset({"cuda"}), (9, 0), max_compute=(9, 0))
+_ANY = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_PAGES = frozenset({BLOCK_MAJOR})
+_EVERY = frozenset({BLOCK_MAJOR, FP8_LATENT})
+
+
+@cache
+def _find(module: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module(f"twinpool.engine.kernels.{module}"), name)
+    return found
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    def call(*operands: Any, **options: Any) -> Any:
+        return _find(module, name)(*operands, **options)
+
+    return call
+
+
+def _add(operation: str, module: str, layouts: frozenset[str], note: str) -> None:
+    function = _later(module, operation)
+    REGISTRY.add(Kernel(operation, "triton", _CUDA, _ANY, layouts, 10, function, note))
+
+
+_add("mla_paged_attention", "triton_launch", _PAGES, "balanced split, merge")
+_add("mla_rows", "triton_fused", _PAGES, "norm, rotation and store in one launch")
+_add("add_norm", "triton_fused", _EVERY, "one launch")
+_add("silu_mul", "triton_fused", _EVERY, "one launch")
+_add("route", "triton_moe", _EVERY, "scores, choice and lists in two launches")
+_add("moe", "triton_moe", _EVERY, "grouped products in two launches")
+REGISTRY.add(
+    Kernel(
+        "mla_paged_attention",
+        "hopper",
+        _HOPPER,
+        frozenset({torch.bfloat16}),
+        _PAGES,
+        20,
+        _later("gluon_launch", "mla_paged_attention"),
+        "three warpgroups, bulk copies",
+    )
+)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""Routing and grouped products of a mixture of experts, for decode and prefill alike.
+
+Four launches: scores, split over the hidden size; the choice, which puts every (token, expert) pair on its expert's
+list; gate and up with the activation; down, scaled by the pair's weight. The sum over a token's pairs is left to what
+follows (``AddNorm`` takes parts). A list has room for every token, so that nothing has to be sorted or summed up, and
+the order of a list, in which blocks arrive, has no influence on a value. The shared experts are further experts, each
+a slice of the shared MLP, whose lists hold every token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twinpool.engine.kernels import torch_fused
+from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec, Routing
+
+_SPLIT = 32
+
+
+@triton.jit
+def scores_kernel(
+    HIDDEN, WEIGHT, PART, COUNT, tokens,
+    SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Program (run of tokens, split): ``PART [SPLIT, tokens, EXPERTS]``; the first one also empties the lists."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, PAD)
+    inner = tl.arange(0, STEP)
+    real, known = row < tokens, expert < EXPERTS
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(COUNT + expert, tl.zeros([PAD], tl.int32), mask=known)
+    acc = tl.zeros([ROWS, PAD], tl.float32)
+    for begin in range(tl.program_id(1) * STEP, SIZE, SPLIT * STEP):
+        column = begin + inner
+        inside = column < SIZE
+        left = tl.load(
+            HIDDEN + row[:, None].to(tl.int64) * SIZE + column[None, :], mask=real[:, None] & inside[None, :], other=0.0
+        )
+        right = tl.load(WEIGHT + expert[None, :] * SIZE + column[:, None], mask=known[None, :] & inside[:, None], other=0.0)
+        acc += tl.dot(left.to(tl.float32), right, input_precision="ieee")
+    place = (tl.program_id(1) * tokens + row[:, None]) * EXPERTS + expert[None, :]
+    tl.store(PART + place, acc, mask=real[:, None] & known[None, :])
+
+
+@triton.jit
+def choose_kernel(
+    PART, WEIGHTS, CHOICE, COUNT, LISTS, tokens, scaling,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (token): softmax of its scores, the best ``CHOSEN`` of them, and its places on their lists."""
+    token = tl.program_id(0)
+    expert = tl.arange(0, PAD)
+    split = tl.arange(0, SPLIT)
+    known = expert < EXPERTS
+    place = (split[:, None] * tokens + token) * EXPERTS + expert[None, :]
+    scores = tl.sum(tl.load(PART + place, mask=known[None, :], other=0.0), 0)
+    scores = tl.where(known, scores, float("-inf"))
+    scores = tl.exp(scores - tl.max(scores, 0))
+    scores = scores / tl.sum(scores, 0)
+    left = scores
+    chosen = tl.zeros([PAD], tl.int32)
+    total = 0.0
+    for _ in tl.static_range(CHOSEN):
+        best = tl.argmax(left, 0)
+        total += tl.max(left, 0)
+        chosen = tl.where(expert == best, 1, chosen)
+        left = tl.where(expert == best, -1.0, left)
+    if NORMALIZE:
+        scores = scores / (total + 1e-20)
+    rank = tl.cumsum(chosen, 0) - 1
+    taken = chosen == 1
+    tl.store(WEIGHTS + token * CHOSEN + rank, scores * scaling, mask=taken)
+    tl.store(CHOICE + token * CHOSEN + rank, expert, mask=taken)
+    at = tl.atomic_add(COUNT + expert, chosen, mask=taken, sem="relaxed")
+    tl.store(LISTS + expert * tokens + at, token * CHOSEN + rank, mask=taken)
+
+
+@triton.jit
+def assign_kernel(CHOICE, COUNT, LISTS, tokens, total, BLOCK: tl.constexpr):
+    """Program (run of pairs): puts pairs that another router chose on their experts' lists."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = pair < total
+    expert = tl.load(CHOICE + pair, mask=real, other=0).to(tl.int32)
+    at = tl.atomic_add(COUNT + expert, tl.full([BLOCK], 1, tl.int32), mask=real, sem="relaxed")
+    tl.store(LISTS + expert * tokens + at, pair, mask=real)
+
+
+@triton.jit
+def _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
+    """The pairs of one tile of an expert's list, whether each is real, and where its row of results lies."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    count = tokens
+    if expert < EXPERTS:
+        count = tl.load(COUNT + expert)
+    real = row < count
+    pair = tl.load(LISTS + expert * tokens + row, mask=real & (expert < EXPERTS), other=0)
+    token = tl.where(expert < EXPERTS, pair // CHOSEN, tl.where(real, row, 0))
+    part = tl.where(expert < EXPERTS, pair % CHOSEN, CHOSEN + expert - EXPERTS)
+    return pair, token, part, real, count
+
+
+@triton.jit
+def _product(left, right, acc, CAST: tl.constexpr):
+    """``acc + left @ right``; the interpreter has no products of bfloat16."""
+    if CAST:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def gate_up_kernel(
+    HIDDEN, WEIGHT, SHARED, LISTS, COUNT, OUT, tokens, tiles,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Program (run of columns, tile of an expert's list): ``silu(gate) * up`` of ``WIDTH`` columns."""
+    expert = tl.program_id(1) // tiles
+    tile = tl.program_id(1) % tiles
+    _pair, token, part, real, count = _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS, EXPERTS, CHOSEN)
+    if tile * ROWS < count:
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        inner = tl.arange(0, STEP)
+        wide = column < WIDTH
+        gates = WEIGHT + expert.to(tl.int64) * 2 * WIDTH * SIZE
+        ups = gates + WIDTH * SIZE
+        if expert >= EXPERTS:
+            gates = SHARED + (expert - EXPERTS).to(tl.int64) * WIDTH * SIZE
+            ups = gates + EXTRA * WIDTH * SIZE
+        rows = HIDDEN + token[:, None].to(tl.int64) * SIZE + inner[None, :]
+        place = column[None, :] * SIZE + inner[:, None]
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, SIZE, STEP):
+            inside = begin + inner < SIZE
+            held = inside[:, None] & wide[None, :]
+            left = tl.load(rows + begin, mask=real[:, None] & inside[None, :], other=0.0)
+            gate = _product(left, tl.load(gates + place + begin, mask=held, other=0.0), gate, CAST)
+            up = _product(left, tl.load(ups + place + begin, mask=held, other=0.0), up, CAST)
+        active = gate / (1.0 + tl.exp(-gate)) * up
+        target = (token.to(tl.int64) * (CHOSEN + EXTRA) + part)[:, None] * WIDTH + column[None, :]
+        tl.store(OUT + target, active.to(OUT.dtype.element_ty), mask=real[:, None] & wide[None, :])
+
+
+@triton.jit
+def down_kernel(
+    ACTIVE, WEIGHT, SHARED, LISTS, COUNT, WEIGHTS, OUT, tokens, tiles,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Program (run of columns, tile of an expert's list): ``OUT [tokens, parts, SIZE]``, scaled by the pair's weight."""
+    expert = tl.program_id(1) // tiles
+    tile = tl.program_id(1) % tiles
+    pair, token, part, real, count = _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS, EXPERTS, CHOSEN)
+    if tile * ROWS < count:
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        inner = tl.arange(0, STEP)
+        wide = column < SIZE
+        line = token.to(tl.int64) * (CHOSEN + EXTRA) + part
+        rows = ACTIVE + line[:, None] * WIDTH + inner[None, :]
+        matrix = WEIGHT + expert.to(tl.int64) * SIZE * WIDTH
+        pitch = WIDTH
+        if expert >= EXPERTS:
+            matrix = SHARED + (expert - EXPERTS) * WIDTH
+            pitch = EXTRA * WIDTH
+        place = column[None, :] * pitch + inner[:, None]
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, WIDTH, STEP):
+            inside = begin + inner < WIDTH
+            left = tl.load(rows + begin, mask=real[:, None] & inside[None, :], other=0.0)
+            right = tl.load(matrix + place + begin, mask=inside[:, None] & wide[None, :], other=0.0)
+            acc = _product(left, right, acc, CAST)
+        weight = tl.load(WEIGHTS + pair, mask=real & (expert < EXPERTS), other=1.0)
+        target = line[:, None] * SIZE + column[None, :]
+        tl.store(OUT + target, (acc * weight[:, None]).to(OUT.dtype.element_ty), mask=real[:, None] & wide[None, :])
+
+
+def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec) -> Routing:
+    """See ``operations.Route``. Groups and sigmoids are left to torch."""
+    if bias is not None or spec.groups > 1:
+        return torch_fused.route(hidden, weight, bias, spec)
+    hidden = hidden.contiguous()
+    tokens, size = hidden.shape
+    experts, chosen = len(weight), spec.experts_per_token
+    pad = max(triton.next_power_of_2(experts), 16)
+    part = torch.empty(_SPLIT, tokens, experts, dtype=torch.float32, device=hidden.device)
+    whole = torch.empty(experts * (tokens + 1), dtype=torch.int32, device=hidden.device)
+    count, lists = whole[:experts], whole[experts:]
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=hidden.device)
+    choice = torch.empty(tokens, chosen, dtype=torch.int32, device=hidden.device)
+    scores_kernel[(triton.cdiv(tokens, 16), _SPLIT)](
+        hidden, weight, part, count, tokens,
+        SIZE=size, EXPERTS=experts, PAD=pad, ROWS=16, STEP=64, SPLIT=_SPLIT, num_warps=4,
+    )  # fmt: skip
+    choose_kernel[(tokens,)](
+        part, weights, choice, count, lists, tokens, spec.scaling,
+        EXPERTS=experts, PAD=pad, CHOSEN=chosen, SPLIT=_SPLIT, NORMALIZE=spec.normalize, num_warps=1,
+    )  # fmt: skip
+    return Routing(weights, choice, (count, lists))
+
+
+def lists_of(routing: Routing, experts: int) -> tuple[Tensor, Tensor]:
+    """How many pairs each expert has, and which: ``int32[experts]`` and ``int32[experts, T]``."""
+    if routing.lists is not None:
+        return routing.lists
+    tokens, total = len(routing.experts), routing.experts.numel()
+    count = torch.zeros(experts, dtype=torch.int32, device=routing.experts.device)
+    lists = torch.empty(experts * tokens, dtype=torch.int32, device=routing.experts.device)
+    assign_kernel[(triton.cdiv(total, 256),)](routing.experts.contiguous(), count, lists, tokens, total, BLOCK=256)
+    return count, lists
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile for an expert's mean share of the pairs, with room for the larger ones."""
+    mean = pairs / experts
+    return 16 if mean <= 8 else 32 if mean <= 16 else 64 if mean <= 64 else 128
+
+
+def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
+    """See ``operations.Moe``: ``[T, parts, size]``."""
+    hidden = hidden.contiguous()
+    tokens, size = hidden.shape
+    number, width = experts.down.shape[0], experts.down.shape[2]
+    chosen = routing.experts.shape[1]
+    extra = 0 if experts.shared_down is None else experts.shared_down.shape[1] // width
+    shared_gate_up = experts.gate_up if experts.shared_gate_up is None else experts.shared_gate_up
+    shared_down = experts.down if experts.shared_down is None else experts.shared_down
+    count, lists = lists_of(routing, number)
+    rows = tile_rows(tokens * chosen, number)
+    tiles = triton.cdiv(tokens, rows)
+    active = hidden.new_empty(tokens, chosen + extra, width)
+    out = hidden.new_empty(tokens, chosen + extra, size)
+    shape = {
+        "SIZE": size, "WIDTH": width, "EXPERTS": number, "CHOSEN": chosen, "EXTRA": extra, "ROWS": rows, "STEP": 64,
+        "CAST": hidden.device.type == "cpu",
+    }  # fmt: skip
+    warps = 4 if rows < 128 else 8
+    grid = (number + extra) * tiles
+    gate_up_kernel[(triton.cdiv(width, 64), grid)](
+        hidden, experts.gate_up, shared_gate_up, lists, count, active, tokens, tiles,
+        COLUMNS=64, num_warps=warps, num_stages=4, **shape,
+    )  # fmt: skip
+    down_kernel[(triton.cdiv(size, 128), grid)](
+        active, experts.down, shared_down, lists, count, routing.weights.contiguous(), out, tokens, tiles,
+        COLUMNS=128, num_warps=warps, num_stages=4, **shape,
+    )  # fmt: skip
+    return out
