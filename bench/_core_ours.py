@@ -203,7 +203,7 @@ def prefix_hit(quick: bool) -> Figures:
 
 def cluster(prefill: int, decode: int, **limits: float) -> RouterCore:
     """A core that knows so many workers, all with a load report."""
-    core = RouterCore(AdmissionConfig(max_queue_requests=0, index_max_bytes=0, **limits))
+    core = RouterCore(AdmissionConfig(**{"max_queue_requests": 0, "index_max_bytes": 0, **limits}))
     for role, count in (("prefill", prefill), ("decode", decode)):
         for i in range(count):
             name = f"{role[0]}{i}"
@@ -262,6 +262,32 @@ def index(quick: bool) -> Figures:
         "index_bytes": (resident_bytes() - before) / entries,
         "index_remove_m_s": rate(entries, remove),
     }
+
+
+def recall(quick: bool) -> Figures:
+    """Share of the blocks that a search for popular prompts still finds when the cap on the index's bytes is a half and a
+    quarter of what all would take. Every prompt is stored once, when it is first asked for (64 workers, 256 blocks each,
+    Zipf's law with exponent 1)."""
+    prompts, asks = (256, 4000) if quick else (4096, 60_000)
+    source = np.random.default_rng(0)
+    chains = [source.integers(0, 256, (BATCH_BLOCKS, 16), dtype=np.uint8) for _ in range(prompts)]
+    odds = 1 / np.arange(1, prompts + 1)
+    drawn = source.choice(prompts, asks, p=odds / odds.sum()).tolist()
+    whole = 36 * BATCH_BLOCKS * len(set(drawn))
+    figures = {}
+    for name, share in (("half", 2), ("quarter", 4)):
+        core = cluster(0, 64, index_max_bytes=max(whole // share, 1 << 20))
+        stored: set[int] = set()
+        found = asked = 0
+        for prompt in drawn:
+            if prompt in stored:
+                asked += BATCH_BLOCKS
+                found += max((blocks for _, blocks in core.longest_prefix(chains[prompt])), default=0)
+            else:
+                stored.add(prompt)
+                core.index_stored(f"d{prompt % 64}", 1, chains[prompt])
+        figures[f"recall_{name}_cap"] = found / asked
+    return figures
 
 
 def churn(quick: bool) -> Figures:
@@ -360,6 +386,7 @@ if __name__ == "__main__":
             "index": index,
             "churn": churn,
             "block_hash": block_hash,
+            "recall": recall,
             "router": router,
             "router_queue": router_queue,
         }

@@ -19,6 +19,7 @@ Figures, of a side (``ours.``, ``peer.``):
 - search: longest prefix of 2,048 blocks, for all workers, with a million blocks indexed; a different length each.
 - index: updates in batches of 256 blocks, resident bytes an entry (block and worker); churn: growth of resident memory
   over rounds of a million stores and removals.
+- recall: share of the blocks found of popular prompts where the index may take a half or a quarter of the bytes of all.
 - route, place: submit and plan of a router core over 8 x 64 pairs of workers.
 """
 
@@ -33,8 +34,8 @@ from bench._common import Figures, arguments, interleave, report
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ("admit", "decode", "plan", "prefix_hit", "search", "index", "churn", "block_hash")
-OURS_ALONE = ("router", "router_queue")
-ROUNDS_MAX = {"churn": 1}
+OURS_ALONE = ("recall", "router", "router_queue")
+ROUNDS_MAX = {"churn": 1, "recall": 1}
 """Of workloads that take many rounds themselves."""
 AT_MOST = {
     "admit_2k_us": 10.0,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.graphs import DecodeGraphs
 from twinpool.engine.kv.host import HostPool, SwapPlan
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.base import DecoderModel
@@ -19,6 +20,9 @@ from twinpool.engine.warmup import WARMUP_PARAMS, warmup_plans
 from twinpool.logs import get_logger
 
 __all__ = ["Drawn", "ModelRunner", "Plan", "PlanError", "SequenceDraw", "StepResult"]
+
+GRAPH_CONTEXT = 32768
+"""Sequences beyond this length are decoded without a graph: launches count for little there, and tables stay small."""
 
 log = get_logger(__name__)
 
@@ -45,6 +49,10 @@ class ModelRunner:
         self._host = host
         self._device = pool.tensor.device
         self._validate = validate
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and model.capturable:
+            longest = min(GRAPH_CONTEXT, model.config.max_position_embeddings)
+            self._graphs = DecodeGraphs(model, pool, max_context=longest)
         self._limits = PlanLimits(
             num_blocks=pool.num_blocks,
             block_tokens=pool.block_tokens,
@@ -76,8 +84,14 @@ class ModelRunner:
                 # Nothing was fetched that would have waited for the KV, and peers read it outside of any stream.
                 torch.cuda.current_stream(self._device).synchronize()
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
-        hidden = self._forward(arrays, last_rows[sampled])
-        return self._draw(self._model.logits(hidden), sampled, draws)
+        if self._graphs is not None and self._graphs.fits(arrays):
+            logits = self._graphs.run(arrays)
+            logits = (
+                logits if len(sampled) == len(draws) else logits[torch.from_numpy(sampled).to(self._device)]
+            )
+        else:
+            logits = self._model.logits(self._forward(arrays, last_rows[sampled]))
+        return self._draw(logits, sampled, draws)
 
     @torch.inference_mode()
     def swap(self, plan: SwapPlan) -> None:

@@ -25,6 +25,8 @@ from twinpool.engine.graphs import DecodeGraphs
 from twinpool.engine.kernels import REGISTRY, Capability, Kernels
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.decoder import PagedDecoder
+from twinpool.engine.runner import ModelRunner
+from twinpool.engine.sampling import DrawParams, SequenceDraw
 from twinpool.engine.step import PlanArrays
 
 CONFIG = {
@@ -164,6 +166,22 @@ def time_batch(
     return row, graphs, plan
 
 
+def time_runner(model: PagedDecoder, pool: KVPool, batch: int, prompt: int, steps: int) -> float:
+    """Median milliseconds of ``ModelRunner.step`` on the same kind of plans, greedy draws included."""
+    random = np.random.default_rng(batch)
+    width = -(-(prompt + steps + 8) // BLOCK)
+    tables = random.permutation(pool.num_blocks)[: batch * width].reshape(batch, width)
+    runner = ModelRunner(model, pool)
+    draws = [SequenceDraw(DrawParams(temperature=0.0, max_tokens=4096)) for _ in range(batch)]
+    tokens, spans = random.integers(0, 102400, batch), []
+    for step in range(steps):
+        plan = make_plan(tokens, np.full(batch, prompt + step + 1), tables)
+        started = time.perf_counter()
+        tokens = runner.step(plan, draws).tokens
+        spans.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(spans[3:])
+
+
 def kernels_of(graphs: DecodeGraphs, plan: PlanArrays, replays: int = 3) -> list[dict[str, object]]:
     """What a step's device time goes to."""
     from torch.profiler import ProfilerActivity, profile
@@ -202,6 +220,7 @@ def main() -> int:
     rows = []
     for batch in batches:
         row, graphs, plan = time_batch(model, pool, batch, arguments.prompt, arguments.steps)
+        row["runner_ms"] = round(time_runner(model, pool, batch, arguments.prompt, arguments.steps), 3)
         rows.append(row)
         print(row, flush=True)
         row["kernels"] = kernels_of(graphs, plan)

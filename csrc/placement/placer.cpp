@@ -161,7 +161,8 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
 // one that the prompt's content picks: two routers that know the same choose the
 // same, whatever each has placed before.
 void Placer::settle_alike(const Query& query) {
-  constexpr double k_alike = 0.05;
+  constexpr double k_alike = 0.10;
+  constexpr std::int64_t k_shares = 8;  // less than an eighth of a prompt is no reason: all may begin alike
   if (query.anchor == 0) {
     return;
   }
@@ -171,7 +172,8 @@ void Placer::settle_alike(const Query& query) {
   }
   for (PrefillSide& side : prefill_) {
     const Worker& worker = workers_.at(side.slot);
-    side.pull = static_cast<std::uint64_t>(side.source.fetch_blocks);
+    side.pull = static_cast<std::uint64_t>(k_shares * side.source.fetch_blocks /
+                                           blocks_of(query.prompt_tokens, worker.spec.block_tokens));
     side.served = rank(query.anchor, worker.spec.name);
     side.turn = 0;
     if (side.cost <= least * (1.0 + k_alike)) {
@@ -235,7 +237,7 @@ void Placer::fetch_option(const Query& query, const Worker& worker, double wait,
                           Source& source) const {
   // Holders that cost about the same take turns: a prefix that all prompts share
   // must not make one worker serve it to all.
-  constexpr double k_alike = 0.05;
+  constexpr double k_alike = 0.10;
   const std::int64_t usable = (query.prompt_tokens - 1) / worker.spec.block_tokens;
   const std::int64_t own = source.cached;
   const double own_cost = source.compute * (1.0 + pressure);

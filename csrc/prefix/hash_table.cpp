@@ -148,6 +148,15 @@ void Shard::shrink_if_sparse() {
   }
 }
 
+void Shard::shrink() {
+  const std::size_t capacity = size_ + size_ / 3 + 32;
+  if (size_ == 0) {
+    clear();
+  } else if (capacity < capacity_) {
+    rehash(capacity);
+  }
+}
+
 void Shard::clear() noexcept {
   entries_.reset();
   capacity_ = slots_ = size_ = 0;

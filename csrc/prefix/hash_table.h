@@ -68,6 +68,8 @@ class Shard {
 
   // Gives memory back when the load has fallen far below what growth would leave.
   void shrink_if_sparse();
+  // To what its entries need, with some room.
+  void shrink();
 
   template <typename A>
   void archive(A& a);

@@ -129,6 +129,9 @@ void PrefixIndex::store(Slot slot, HashBytes hashes, Tier tier, bool counted) {
   if (sweeping()) {
     maintain(std::max(count, k_sweep_per_batch));
   }
+  if (max_bytes_ != 0) {
+    keep_cap();
+  }
 }
 
 void PrefixIndex::remove(Slot slot, HashBytes hashes, Tier tier) {
@@ -205,7 +208,7 @@ std::size_t PrefixIndex::blocks() const noexcept {
 }
 
 std::size_t PrefixIndex::bytes() const noexcept {
-  return table_.bytes() + sets_.bytes() + holders_.size() * sizeof(Holder) +
+  return table_bytes_ + sets_.bytes() + holders_.size() * sizeof(Holder) +
          extra_copies_.size() * (sizeof(CopyKey) + 32);
 }
 

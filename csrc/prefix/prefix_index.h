@@ -34,7 +34,8 @@ class PrefixIndex {
   static constexpr std::size_t k_max_holders = 1024;
   static constexpr std::size_t k_minimum_bytes = 1U << 20U;
 
-  // `max_bytes` 0: no cap. Otherwise at least k_minimum_bytes; at the cap the coldest blocks of a shard make room.
+  // `max_bytes` 0: no cap. Otherwise at least k_minimum_bytes, and bytes() is not above it after any call; at the cap
+  // the coldest blocks make room.
   explicit PrefixIndex(std::size_t max_bytes = 0);
 
   // Throws std::length_error at k_max_holders.
@@ -102,6 +103,8 @@ class PrefixIndex {
   class Step;  // memo of a set transition within a batch
 
   void make_room(Shard& shard, std::size_t index);
+  void keep_cap();
+  void evict_some(Shard& shard, std::size_t index, std::size_t count);
   void evict(Shard& shard, Entry* entry);
   void forget_entry(const Entry& entry);
   void finish_sweep();

@@ -9,15 +9,33 @@ namespace twinpool::prefix {
 
 // The shard has no room for one more. It grows, unless that breaks the cap: then a sixteenth of it is evicted.
 void PrefixIndex::make_room(Shard& shard, std::size_t index) {
-  const std::size_t others = sets_.bytes() + extra_copies_.size() * (sizeof(CopyKey) + 32);
-  const std::size_t grown = table_bytes_ - shard.bytes() + shard.bytes_after_growth() + others;
+  const std::size_t grown = bytes() - shard.bytes() + shard.bytes_after_growth();
   if (max_bytes_ == 0 || grown <= max_bytes_ || shard.size() < 16) {
     table_bytes_ -= shard.bytes();
     shard.grow();
     table_bytes_ += shard.bytes();
     return;
   }
-  const std::size_t wanted = shard.size() - std::max<std::size_t>(1, shard.size() / 16);
+  evict_some(shard, index, shard.size() / 16);
+}
+
+// Sets of holders and counts of copies grow in a table that has its size already: then the table gets smaller.
+void PrefixIndex::keep_cap() {
+  for (std::size_t shards = 0; bytes() > max_bytes_ && shards < HashTable::k_shards; ++shards) {
+    const std::size_t index = shrink_cursor_++ % HashTable::k_shards;
+    Shard& shard = table_.at(index);
+    table_bytes_ -= shard.bytes();
+    evict_some(shard, index, shard.size() / 4);
+    shard.shrink();
+    table_bytes_ += shard.bytes();
+  }
+}
+
+void PrefixIndex::evict_some(Shard& shard, std::size_t index, std::size_t count) {
+  if (shard.size() == 0) {
+    return;
+  }
+  const std::size_t wanted = shard.size() - std::max<std::size_t>(1, count);
   std::uint32_t& hand = hands_[index];
   while (shard.size() > wanted) {
     if (hand >= shard.slots()) {

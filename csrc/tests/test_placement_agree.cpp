@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is weighed beside a request's own first token, and that routers with the same view choose the same.
+#include <algorithm>
 #include <random>
 #include <set>
 
@@ -75,6 +76,25 @@ TEST(Agreement, AmongThoseAlikeTheOneThatPullsLeastIsTaken) {
     EXPECT_EQ(cluster.plan().at(0).prefill.first, holder) << "a pull costs so little that the costs are alike";
     cluster.finish(id);
   }
+}
+
+TEST(Agreement, WhatAllPromptsBeginWithPilesNothingUp) {
+  Cluster cluster(fetching());
+  cluster.prefill(4);
+  cluster.decode(1);
+  const auto shared = prompt_hashes(2, 99);
+  cluster.core.index_stored("p0", 1, shared, prefix::Tier::device, false);
+  std::set<std::string> chosen;
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    auto hashes = prompt_hashes(40, seed);
+    std::copy(shared.begin(), shared.end(), hashes.begin());
+    auto arguments = cluster.request(40 * 16 + 5);
+    arguments.hashes = hashes;
+    const auto id = cluster.accept(arguments);
+    chosen.insert(cluster.plan().at(0).prefill.first);
+    cluster.finish(id);
+  }
+  EXPECT_EQ(chosen.size(), 4U);
 }
 
 TEST(Pressure, ABusyPoolPullsWhatAnIdleOneWouldRatherCompute) {

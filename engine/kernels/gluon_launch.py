@@ -40,8 +40,9 @@ class Variant:
 
 IDLE = 0.04
 """Share of processors that may idle for the sake of even cuts."""
-RAGGED = 3
-"""Pages' worth of time that another sequence costs a block (see ``triton_schedule``), unless cuts are even."""
+RAGGED = {False: 8, True: 4}
+"""Pages' worth of time that another sequence costs a block, unless cuts are even; with more than 64 query rows, when a
+page takes longer, fewer."""
 
 
 def supports(query: Tensor, pages: Tensor, batch: AttentionBatch, latent_dim: int) -> bool:
@@ -99,7 +100,7 @@ def attend(
     groups = triton.cdiv(largest, ROWS)
     built = variant or Variant()
     blocks, even = blocks_of(batch, triton_launch.device_of(query).processors, largest)
-    schedule = triton_launch.schedule_of(batch, blocks, RAGGED, even)
+    schedule = triton_launch.schedule_of(batch, blocks, RAGGED[largest > ROWS], even)
     part, part_lse = triton_launch.parts_of(batch, blocks, largest, LATENT)
     kv_desc, rope_desc = descriptors(pages)
     options = {"launch_pdl": True} if built.pdl else {}

@@ -27,6 +27,8 @@ def _later(module: str, name: str) -> Callable[..., Any]:
     def call(*operands: Any, **options: Any) -> Any:
         return _find(module, name)(*operands, **options)
 
+    # A CUDA graph of it can be replayed: it plans on the device.
+    call.capturable = True  # type: ignore[attr-defined]
     return call
 
 

@@ -9,17 +9,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels.operations import MlaStep
+from twinpool.engine.kernels.triton_launch import overlap
 
 
 @triton.jit
 def add_norm_kernel(
     HIDDEN, DELTA, WEIGHT, SUM, NORMED, eps, parts,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token). ``parts`` runs of ``SIZE`` values of DELTA are added to the token's hidden state."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -45,7 +50,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     block = triton.next_power_of_2(size)
     add_norm_kernel[(tokens,)](
         hidden, added, weight, total, normed, eps, 1 if added.dim() == 2 else added.shape[1],
-        SIZE=size, BLOCK=block, ADD=delta is not None, num_warps=min(max(block // 256, 1), 8),
+        SIZE=size, BLOCK=block, ADD=delta is not None, num_warps=min(max(block // 256, 1), 8), **overlap(hidden),
     )  # fmt: skip
     return total, normed
 
@@ -55,9 +60,12 @@ def mla_rows_kernel(
     QUERY, KV, WEIGHT, COS, SIN, SLOTS, PAGES, OUT,
     eps, query_stride, kv_stride, page_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, PAGE: tl.constexpr,
+    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token): its rotated queries, and its cache row, normed and rotated, in the pool; none for slot -1."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_PAD)
     real = pair < HALF
@@ -102,14 +110,17 @@ def mla_rows(step: MlaStep, pages: Tensor, batch: AttentionBatch) -> Tensor:
         step.eps, query.stride(0), kv.stride(0), pages.stride(0),
         HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads), NOPE=size - rope, HALF=rope // 2,
         HALF_PAD=triton.next_power_of_2(rope // 2), LATENT=latent, LATENT_PAD=triton.next_power_of_2(latent),
-        PAGE=batch.block_tokens, num_warps=4,
+        PAGE=batch.block_tokens, num_warps=4, **overlap(query),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def silu_mul_kernel(BOTH, OUT, size, BLOCK: tl.constexpr):
+def silu_mul_kernel(BOTH, OUT, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (token, run of columns) over rows ``[gate | up]`` of ``2 * size`` values."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -123,5 +134,6 @@ def silu_mul(both: Tensor) -> Tensor:
     both = both.contiguous()
     tokens, size = both.shape[0], both.shape[1] // 2
     out = both.new_empty(tokens, size)
-    silu_mul_kernel[(tokens, triton.cdiv(size, 1024))](both, out, size, BLOCK=1024, num_warps=4)
+    grid = (tokens, triton.cdiv(size, 1024))
+    silu_mul_kernel[grid](both, out, size, BLOCK=1024, num_warps=4, **overlap(both))
     return out

@@ -52,6 +52,11 @@ def device_of(tensor: Tensor) -> Device:
     return Device(processors=3, shared=227 << 10, compute=(0, 0))
 
 
+def overlap(tensor: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin while the one before it ends, where the device can: the kernel waits itself."""
+    return {"PDL": True, "launch_pdl": True} if device_of(tensor).overlaps_launches else {"PDL": False}
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Query rows and tokens of one step of the inner loop, its pipeline depth and the warps of a program."""

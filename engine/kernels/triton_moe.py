@@ -9,24 +9,29 @@ the order of a list, in which blocks arrive, has no influence on a value. The sh
 a slice of the shared MLP, whose lists hold every token.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twinpool.engine.kernels import torch_fused
 from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec, Routing
-
-_SPLIT = 32
+from twinpool.engine.kernels.triton_launch import overlap
 
 
 @triton.jit
 def scores_kernel(
     HIDDEN, WEIGHT, PART, COUNT, tokens,
     SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (run of tokens, split): ``PART [SPLIT, tokens, EXPERTS]``; the first one also empties the lists."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, PAD)
     inner = tl.arange(0, STEP)
@@ -50,8 +55,12 @@ def scores_kernel(
 def choose_kernel(
     PART, WEIGHTS, CHOICE, COUNT, LISTS, tokens, scaling,
     EXPERTS: tl.constexpr, PAD: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token): softmax of its scores, the best ``CHOSEN`` of them, and its places on their lists."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     expert = tl.arange(0, PAD)
     split = tl.arange(0, SPLIT)
@@ -115,9 +124,12 @@ def _product(left, right, acc, CAST: tl.constexpr):
 def gate_up_kernel(
     HIDDEN, WEIGHT, SHARED, LISTS, COUNT, OUT, tokens, tiles,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (run of columns, tile of an expert's list): ``silu(gate) * up`` of ``WIDTH`` columns."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(1) // tiles
     tile = tl.program_id(1) % tiles
     _pair, token, part, real, count = _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS, EXPERTS, CHOSEN)
@@ -149,9 +161,12 @@ def gate_up_kernel(
 def down_kernel(
     ACTIVE, WEIGHT, SHARED, LISTS, COUNT, WEIGHTS, OUT, tokens, tiles,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (run of columns, tile of an expert's list): ``OUT [tokens, parts, SIZE]``, scaled by the pair's weight."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(1) // tiles
     tile = tl.program_id(1) % tiles
     pair, token, part, real, count = _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS, EXPERTS, CHOSEN)
@@ -186,18 +201,21 @@ def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec)
     tokens, size = hidden.shape
     experts, chosen = len(weight), spec.experts_per_token
     pad = max(triton.next_power_of_2(experts), 16)
-    part = torch.empty(_SPLIT, tokens, experts, dtype=torch.float32, device=hidden.device)
+    # Few tokens: many splits, to have the processors at work. Many: few partial sums.
+    split = 32 if tokens <= 16 else 16 if tokens <= 64 else 8
+    part = torch.empty(split, tokens, experts, dtype=torch.float32, device=hidden.device)
     whole = torch.empty(experts * (tokens + 1), dtype=torch.int32, device=hidden.device)
     count, lists = whole[:experts], whole[experts:]
     weights = torch.empty(tokens, chosen, dtype=torch.float32, device=hidden.device)
     choice = torch.empty(tokens, chosen, dtype=torch.int32, device=hidden.device)
-    scores_kernel[(triton.cdiv(tokens, 16), _SPLIT)](
+    scores_kernel[(triton.cdiv(tokens, 16), split)](
         hidden, weight, part, count, tokens,
-        SIZE=size, EXPERTS=experts, PAD=pad, ROWS=16, STEP=64, SPLIT=_SPLIT, num_warps=4,
+        SIZE=size, EXPERTS=experts, PAD=pad, ROWS=16, STEP=64, SPLIT=split, num_warps=4, **overlap(hidden),
     )  # fmt: skip
     choose_kernel[(tokens,)](
         part, weights, choice, count, lists, tokens, spec.scaling,
-        EXPERTS=experts, PAD=pad, CHOSEN=chosen, SPLIT=_SPLIT, NORMALIZE=spec.normalize, num_warps=1,
+        EXPERTS=experts, PAD=pad, CHOSEN=chosen, SPLIT=split, NORMALIZE=spec.normalize, num_warps=1,
+        **overlap(hidden),
     )  # fmt: skip
     return Routing(weights, choice, (count, lists))
 
@@ -211,6 +229,24 @@ def lists_of(routing: Routing, experts: int) -> tuple[Tensor, Tensor]:
     lists = torch.empty(experts * tokens, dtype=torch.int32, device=routing.experts.device)
     assign_kernel[(triton.cdiv(total, 256),)](routing.experts.contiguous(), count, lists, tokens, total, BLOCK=256)
     return count, lists
+
+
+class Tile(NamedTuple):
+    """Columns of a program, inner columns of a step, pipeline depth and warps."""
+
+    columns: int
+    step: int
+    stages: int
+    warps: int
+
+
+TILES = {
+    16: (Tile(64, 128, 3, 4), Tile(128, 128, 3, 4)),
+    32: (Tile(64, 128, 3, 4), Tile(128, 64, 4, 4)),
+    64: (Tile(64, 64, 3, 4), Tile(128, 64, 3, 4)),
+    128: (Tile(64, 64, 4, 8), Tile(128, 64, 4, 8)),
+}
+"""By rows of a tile, for gate and up and for down. Measured on an H200 but for the last: see docs/kernels.md."""
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -234,17 +270,17 @@ def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
     active = hidden.new_empty(tokens, chosen + extra, width)
     out = hidden.new_empty(tokens, chosen + extra, size)
     shape = {
-        "SIZE": size, "WIDTH": width, "EXPERTS": number, "CHOSEN": chosen, "EXTRA": extra, "ROWS": rows, "STEP": 64,
-        "CAST": hidden.device.type == "cpu",
+        "SIZE": size, "WIDTH": width, "EXPERTS": number, "CHOSEN": chosen, "EXTRA": extra, "ROWS": rows,
+        "CAST": hidden.device.type == "cpu", **overlap(hidden),
     }  # fmt: skip
-    warps = 4 if rows < 128 else 8
     grid = (number + extra) * tiles
-    gate_up_kernel[(triton.cdiv(width, 64), grid)](
+    first, second = TILES[rows]
+    gate_up_kernel[(triton.cdiv(width, first.columns), grid)](
         hidden, experts.gate_up, shared_gate_up, lists, count, active, tokens, tiles,
-        COLUMNS=64, num_warps=warps, num_stages=4, **shape,
+        COLUMNS=first.columns, STEP=first.step, num_warps=first.warps, num_stages=first.stages, **shape,
     )  # fmt: skip
-    down_kernel[(triton.cdiv(size, 128), grid)](
+    down_kernel[(triton.cdiv(size, second.columns), grid)](
         active, experts.down, shared_down, lists, count, routing.weights.contiguous(), out, tokens, tiles,
-        COLUMNS=128, num_warps=warps, num_stages=4, **shape,
+        COLUMNS=second.columns, STEP=second.step, num_warps=second.warps, num_stages=second.stages, **shape,
     )  # fmt: skip
     return out

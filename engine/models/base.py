@@ -61,6 +61,8 @@ class DecoderModel(nn.Module, ABC):
 
     config: ModelConfig
     kv_layout: KVLayout
+    capturable: bool = False
+    """Whether a decode step reads lengths and tables on the device alone, so that a CUDA graph of it can be replayed."""
     kv_rows: RowFormat
     """The form of the pool that ``forward`` takes: ``[blocks, layers, block_tokens, kv_rows.columns]`` of its dtype."""
 

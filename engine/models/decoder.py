@@ -98,6 +98,17 @@ class PagedDecoder(DecoderModel):
         """``kv_dtype``: the form of cache rows, which ``kernels`` have to be for."""
         super().__init__()
         self.config, self.kernels = config, kernels
+        used = (
+            kernels.mla_paged_attention,
+            kernels.mla_rows,
+            kernels.add_norm,
+            kernels.silu_mul,
+            kernels.route,
+            kernels.moe,
+        )
+        self.capturable = config.mla is not None and all(
+            getattr(kernel, "capturable", False) for kernel in used
+        )
         self.kv_layout = KVLayout.of(config, attention)
         self.kv_rows = self.kv_layout.rows(dtype, kv_dtype)
         self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)

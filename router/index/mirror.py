@@ -15,6 +15,7 @@ from twinpool._core import RouterCore
 from twinpool.ids import WorkerKey
 from twinpool.kv_events import (
     HASH_BYTES,
+    HOST_MEDIUM,
     AllBlocksCleared,
     BlockStored,
     CacheState,
@@ -29,6 +30,9 @@ PARKED_MAX: Final = 4096
 
 _CHUNK_BYTES: Final = 4096 * HASH_BYTES
 # The core is locked for so long at most: placements wait meanwhile.
+
+_TIERS: Final = ("device", "host")
+# By whether an event is of host memory.
 
 Kind: TypeAlias = Literal["replay", "snapshot"]
 Numbered: TypeAlias = tuple[int, KVEventBatch]
@@ -69,17 +73,20 @@ class Mirror:
 
     def adopt(self, state: CacheState) -> None:
         """Begins with what lies in etcd. Batches since then are needed."""
-        self._replace(state.hashes, state.next_sequence)
+        self._replace(state)
         self.need = Need("replay", self.need.cause if self.need is not None else "start")
 
     def snapshot(self, messages: list[Numbered]) -> None:
         """The answer to a request for a snapshot. One that contradicts itself is asked for again."""
-        raw = join(
-            name
-            for _, batch in messages
-            for event in batch.events
-            if isinstance(event, BlockStored)
-            for name in event.block_hashes
+        stored = [event for _, batch in messages for event in batch.events if isinstance(event, BlockStored)]
+        device, host = (
+            join(
+                name
+                for event in stored
+                if (event.medium == HOST_MEDIUM) is wanted
+                for name in event.block_hashes
+            )
+            for wanted in (False, True)
         )
         told = messages[0][1] if messages else None
         if told is None:
@@ -88,7 +95,7 @@ class Mirror:
         if told.incarnation != self.key.incarnation:
             self.replaced()
             return
-        self._replace(raw, messages[0][0])
+        self._replace(CacheState(device, messages[0][0], host))
         self._ts = max(self._ts, told.ts)
         if (self.blocks, self.digest) != (told.blocks, told.digest):
             self.need = Need("snapshot", "digest")
@@ -193,18 +200,20 @@ class Mirror:
             if isinstance(event, AllBlocksCleared):
                 self._clear()
                 continue
-            raw = join(event.block_hashes)
+            raw, host = join(event.block_hashes), event.medium == HOST_MEDIUM
             if isinstance(event, BlockStored):
                 if not self._holds(event.parent_block_hash):
                     self.orphans += 1
                     self._parked[sequence] = batch
                     self.need = Need("snapshot", "unknown_parent")
                     return False
-                self._store(raw)
+                self._store(raw, host=host)
             else:
-                self._core.index_removed(self.key.name, self.key.incarnation, as_array(raw))
+                self._core.index_removed(
+                    self.key.name, self.key.incarnation, as_array(raw), tier=_TIERS[host]
+                )
                 self.blocks -= len(event.block_hashes)
-            self.digest ^= digest(raw)
+            self.digest ^= digest(raw, host=host)
         self.next = sequence + 1
         self.applied += 1
         self._ts = max(self._ts, batch.ts)
@@ -225,17 +234,18 @@ class Mirror:
         # An index at its limit forgets blocks that workers still hold: then the parent says nothing.
         return self._core.stats()["index_evicted"] > 0
 
-    def _replace(self, raw: bytes, next_sequence: int) -> None:
+    def _replace(self, state: CacheState) -> None:
         self._clear()
-        for at in range(0, len(raw), _CHUNK_BYTES):
-            self._store(raw[at : at + _CHUNK_BYTES])
-        self.digest = digest(raw)
-        self.next = next_sequence
+        for host, raw in ((False, state.hashes), (True, state.host_hashes)):
+            for at in range(0, len(raw), _CHUNK_BYTES):
+                self._store(raw[at : at + _CHUNK_BYTES], host=host)
+        self.digest = state.digest
+        self.next = state.next_sequence
 
     def _clear(self) -> None:
         self._core.index_cleared(self.key.name, self.key.incarnation)
         self.blocks = self.digest = 0
 
-    def _store(self, raw: bytes) -> None:
-        self._core.index_stored(self.key.name, self.key.incarnation, as_array(raw))
+    def _store(self, raw: bytes, *, host: bool) -> None:
+        self._core.index_stored(self.key.name, self.key.incarnation, as_array(raw), tier=_TIERS[host])
         self.blocks += len(raw) // HASH_BYTES

@@ -5,6 +5,7 @@ What placement expected in a worker's cache is what the worker found there, by i
 oracle's. The recorded traces are not part of the project: ``TWINPOOL_TRACES`` names the directory that holds them.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from twinpool.control.replay.live import Limits, Replay, replay_figures
 from twinpool.control.replay.load import Selection, load_trace
 from twinpool.router_client import RouterClient
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import router_pb2, worker_pb2
 
 pytestmark = pytest.mark.integration
 
@@ -175,3 +177,46 @@ async def test_recorded_traces_hit_what_placement_expected(wide_cluster: Cluster
         pytest.skip(f"{name} is not in TWINPOOL_TRACES={directory or '(unset)'}")
     figures = await replay(wide_cluster, path, TRACES[name])
     print(json.dumps({"trace": name} | figures, default=str))
+
+
+async def _known(router: RouterClient, message: pb.GenerateRequest, tokens: int) -> None:
+    """Waits until the router has heard that a prefill worker holds so many tokens of the prompt."""
+    lookup = router_pb2.LookupPrefixRequest(text=message.text)
+    if message.WhichOneof("prompt") == "chat":
+        lookup.chat.CopyFrom(message.chat)
+    elif message.WhichOneof("prompt") == "token_ids":
+        lookup.token_ids.CopyFrom(message.token_ids)
+    async with asyncio.timeout(20):
+        while True:
+            holders = (await router.lookup(lookup)).holders
+            if any(each.tokens >= tokens and each.role == worker_pb2.ROLE_PREFILL for each in holders):
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("form", ["text", "chat", "ids"])
+async def test_every_form_of_a_prompt_is_found_where_it_was_computed(
+    wide_cluster: Cluster, form: str
+) -> None:
+    """What the router hashes is what the workers compute, whichever way the prompt came: three homes are possible."""
+    words = " ".join(f"{form} word {number}" for number in range(60))
+    message = pb.GenerateRequest()
+    if form == "text":
+        message.text = words
+    elif form == "chat":
+        message.chat.messages.add(role="user", content=words)
+    else:
+        message.token_ids.ids.extend(300 + number % 200 for number in range(150))
+    message.stop.max_tokens, message.sampling.temperature = 3, 0.0
+    endpoint = wide_cluster.state.router_endpoints[0]
+    async with Listening(endpoint) as client, RouterClient(endpoint) as router:
+        first = await client.complete(message, timeout=60)
+        usable = (first.finished.usage.prompt_tokens - 1) // BLOCK * BLOCK
+        await _known(router, message, usable)
+        again = await client.complete(message, timeout=60)
+        trace = await router.trace(client.heard[-1].request_id)
+    assert usable >= 4 * BLOCK
+    assert first.finished.usage.cached_tokens < usable
+    locality = trace.attempts[-1].locality
+    assert locality.selected_tokens == again.finished.usage.cached_tokens == usable
+    assert again.token_ids == first.token_ids

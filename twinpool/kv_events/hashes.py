@@ -26,12 +26,13 @@ def as_array(raw: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(raw, np.uint8).reshape(-1, HASH_BYTES)
 
 
-def digest(raw: bytes) -> int:
-    """A 64-bit number of a *set* of hashes: the exclusive or of the first half of each.
+def digest(raw: bytes, *, host: bool = False) -> int:
+    """A 64-bit number of a *set* of hashes: the exclusive or of the first half of each; of the second half for copies in
+    host memory, so that a block that moves from one tier to the other changes it.
 
     Adding or removing a hash changes it by that hash's own half, in whatever order. Two sets that differ have equal
     digests with probability 2**-64, so a reader whose digest is the writer's has the writer's set.
     """
     if not raw:
         return 0
-    return int(np.bitwise_xor.reduce(np.frombuffer(raw, "<u8")[::2]))
+    return int(np.bitwise_xor.reduce(np.frombuffer(raw, "<u8")[int(host) :: 2]))

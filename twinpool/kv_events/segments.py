@@ -16,16 +16,22 @@ from twinpool.v1.locality_pb2 import LocalitySegment
 class CacheState:
     """A worker's whole set as of a number of its event stream: all batches before ``next_sequence`` are in it.
 
-    ``hashes``: 16 bytes each, in no particular order.
+    ``hashes``: in the KV pool, 16 bytes each, in no particular order; ``host_hashes``: in host memory.
     """
 
     hashes: bytes
     next_sequence: int
+    host_hashes: bytes = b""
 
     @property
     def blocks(self) -> int:
-        """Blocks in the set."""
-        return len(self.hashes) // HASH_BYTES
+        """Copies in the set."""
+        return (len(self.hashes) + len(self.host_hashes)) // HASH_BYTES
+
+    @property
+    def digest(self) -> int:
+        """The set's digest."""
+        return digest(self.hashes) ^ digest(self.host_hashes, host=True)
 
 
 def read_state(values: Iterable[bytes], incarnation: int) -> CacheState | None:
@@ -50,9 +56,8 @@ def _parse(value: bytes, incarnation: int) -> LocalitySegment | None:
         segment = LocalitySegment.FromString(value)
     except DecodeError:
         return None
-    sound = segment.incarnation == incarnation and not (
-        len(segment.stored) % HASH_BYTES or len(segment.removed) % HASH_BYTES
-    )
+    lists = (segment.stored, segment.removed, segment.host_stored, segment.host_removed)
+    sound = segment.incarnation == incarnation and not any(len(raw) % HASH_BYTES for raw in lists)
     return segment if sound else None
 
 
@@ -64,10 +69,13 @@ def _fold(segments: list[LocalitySegment]) -> CacheState | None:
     first = next(iter(bases.values()))
     if set(bases) != set(range(first.parts)):
         return None
-    raw = join(bases[part].stored for part in range(first.parts))
-    if len(raw) // HASH_BYTES != first.blocks or digest(raw) != first.digest:
+    state = CacheState(
+        join(bases[part].stored for part in range(first.parts)),
+        first.next_sequence,
+        join(bases[part].host_stored for part in range(first.parts)),
+    )
+    if (state.blocks, state.digest) != (first.blocks, first.digest):
         return None
-    state = CacheState(raw, first.next_sequence)
     deltas = sorted((segment for segment in segments if not segment.parts), key=lambda delta: delta.part)
     return _apply(state, deltas)
 
@@ -75,18 +83,22 @@ def _fold(segments: list[LocalitySegment]) -> CacheState | None:
 def _apply(state: CacheState, deltas: list[LocalitySegment]) -> CacheState:
     if not deltas:
         return state
-    held = dict.fromkeys(split(state.hashes))
+    held, host = dict.fromkeys(split(state.hashes)), dict.fromkeys(split(state.host_hashes))
     good, sequence = state, state.next_sequence
     for delta in deltas:
         if delta.from_sequence != sequence:
             break
-        for name in split(delta.removed):
-            held.pop(name, None)
-        held.update(dict.fromkeys(split(delta.stored)))
+        for tier, gone, new in (
+            (held, delta.removed, delta.stored),
+            (host, delta.host_removed, delta.host_stored),
+        ):
+            for name in split(gone):
+                tier.pop(name, None)
+            tier.update(dict.fromkeys(split(new)))
         sequence = delta.next_sequence
-    raw = join(held)
+    found = CacheState(join(held), sequence, join(host))
     last = next((delta for delta in reversed(deltas) if delta.next_sequence == sequence), None)
-    if last is not None and (len(held) != last.blocks or digest(raw) != last.digest):
+    if last is not None and (found.blocks, found.digest) != (last.blocks, last.digest):
         # Something in between is not what was written: the base alone is known to be good.
         return good
-    return CacheState(raw, sequence)
+    return found

@@ -10,7 +10,8 @@ Other than in vLLM:
 - ``token_ids`` is always empty. Tokens are a user's text; who matches prefixes needs the hashes alone.
 - Hashes are 16 bytes and already cover tenant and adapter, so ``lora_id`` and ``lora_name`` are null.
 - A sequence number is one of an *incarnation*, which is in the topic and in each payload. It never goes back.
-- ``blocks`` and ``digest`` are of the worker's whole set after the batch: a subscriber checks itself with them.
+- ``blocks`` and ``digest`` are of the worker's whole set after the batch, copies in host memory counted apart: a subscriber
+  checks itself with them.
 - Between events, messages under the topic ``alive@...`` say which sequence number comes next, so that the loss of the
   last message and a silent worker are noticed. Subscribers of ``kv@`` do not see them.
 
@@ -40,6 +41,9 @@ END_SEQUENCE: Final = (-1).to_bytes(8, "big", signed=True)
 
 DEVICE_MEDIUM: Final = "GPU"
 """``medium`` of blocks in the KV pool, as vLLM says it, whatever the device is."""
+
+HOST_MEDIUM: Final = "CPU"
+"""``medium`` of copies in host memory. A block that has copies in both tiers is stored and removed in each."""
 
 
 class EventDecodeError(ValueError):
@@ -85,14 +89,16 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
 
-def stored(hashes: list[bytes], parent: bytes | None, block_tokens: int) -> BlockStored:
+def stored(
+    hashes: list[bytes], parent: bytes | None, block_tokens: int, medium: str = DEVICE_MEDIUM
+) -> BlockStored:
     """A BlockStored with what is always the same filled in."""
-    return BlockStored(hashes, parent, [], block_tokens, None, DEVICE_MEDIUM, None)
+    return BlockStored(hashes, parent, [], block_tokens, None, medium, None)
 
 
-def removed(hashes: list[bytes]) -> BlockRemoved:
-    """A BlockRemoved of the KV pool."""
-    return BlockRemoved(hashes, DEVICE_MEDIUM)
+def removed(hashes: list[bytes], medium: str = DEVICE_MEDIUM) -> BlockRemoved:
+    """A BlockRemoved of one tier."""
+    return BlockRemoved(hashes, medium)
 
 
 def encode(batch: KVEventBatch) -> bytes:

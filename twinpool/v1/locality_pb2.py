@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atwinpool/v1/locality.proto\x12\x0btwinpool.v1\"\xc6\x01\n\x0fLocalitySegment\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x15\n\rfrom_sequence\x18\x05 \x01(\x04\x12\x15\n\rnext_sequence\x18\x06 \x01(\x04\x12\x0e\n\x06stored\x18\x07 \x01(\x0c\x12\x0f\n\x07removed\x18\x08 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\x0e\n\x06\x64igest\x18\n \x01(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atwinpool/v1/locality.proto\x12\x0btwinpool.v1\"\xf1\x01\n\x0fLocalitySegment\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x15\n\rfrom_sequence\x18\x05 \x01(\x04\x12\x15\n\rnext_sequence\x18\x06 \x01(\x04\x12\x0e\n\x06stored\x18\x07 \x01(\x0c\x12\x0f\n\x07removed\x18\x08 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\t \x01(\x04\x12\x0e\n\x06\x64igest\x18\n \x01(\x06\x12\x13\n\x0bhost_stored\x18\x0b \x01(\x0c\x12\x14\n\x0chost_removed\x18\x0c \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.locality_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOCALITYSEGMENT']._serialized_start=44
-  _globals['_LOCALITYSEGMENT']._serialized_end=242
+  _globals['_LOCALITYSEGMENT']._serialized_end=285
 # @@protoc_insertion_point(module_scope)

@@ -38,6 +38,8 @@ class LocalitySegment(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    HOST_STORED_FIELD_NUMBER: _builtins.int
+    HOST_REMOVED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The worker's start that wrote it."""
     generation: _builtins.int
@@ -57,7 +59,11 @@ class LocalitySegment(_message.Message):
     blocks: _builtins.int
     """Blocks in the whole set, up to next_sequence."""
     digest: _builtins.int
-    """Exclusive or of the first 8 bytes, little-endian, of each hash of that set."""
+    """Exclusive or of the first 8 bytes, little-endian, of each hash of that set; of its last 8 bytes for host memory."""
+    host_stored: _builtins.bytes
+    """As stored, of copies in host memory. A block that is in both tiers counts twice."""
+    host_removed: _builtins.bytes
+    """As removed, of copies in host memory."""
     def __init__(
         self,
         *,
@@ -71,10 +77,12 @@ class LocalitySegment(_message.Message):
         removed: _builtins.bytes = ...,
         blocks: _builtins.int = ...,
         digest: _builtins.int = ...,
+        host_stored: _builtins.bytes = ...,
+        host_removed: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digest", b"digest", "from_sequence", b"from_sequence", "generation", b"generation", "incarnation", b"incarnation", "next_sequence", b"next_sequence", "part", b"part", "parts", b"parts", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digest", b"digest", "from_sequence", b"from_sequence", "generation", b"generation", "host_removed", b"host_removed", "host_stored", b"host_stored", "incarnation", b"incarnation", "next_sequence", b"next_sequence", "part", b"part", "parts", b"parts", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
