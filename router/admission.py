@@ -207,10 +207,16 @@ class Admission:
         )
 
     def observe_transfer(self, key: WorkerKey, stats: inference_pb2.HandoffStats) -> None:
-        """What a pull really took."""
-        self.core.observe_transfer(
-            key.name, key.incarnation, stats.blocks, stats.read_time.ToNanoseconds() / 1e9
-        )
+        """What a pull really took; beside it goes what it was expected to take."""
+        seconds = stats.read_time.ToNanoseconds() / 1e9
+        if stats.blocks:
+            expected = self.core.predict_transfer(key.name, key.incarnation, stats.blocks)
+            metrics.ROUTER_TRANSFER_TIME.observe(seconds)
+            metrics.ROUTER_PREDICTED_TRANSFER_TIME.observe(expected)
+            metrics.ROUTER_TRANSFER_ERROR.labels("over" if expected > seconds else "under").observe(
+                abs(expected - seconds)
+            )
+        self.core.observe_transfer(key.name, key.incarnation, stats.blocks, seconds)
 
     # --- planning -------------------------------------------------------------------------
 

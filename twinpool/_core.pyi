@@ -370,6 +370,8 @@ class RouterCore:
         the core learns from the events of requests that found the worker idle."""
     def observe_transfer(self, name: str, incarnation: int, blocks: int, seconds: float) -> None:
         """The worker pulled ``blocks`` in ``seconds``."""
+    def predict_transfer(self, name: str, incarnation: int, blocks: int) -> float:
+        """Seconds that a pull of ``blocks`` blocks by the worker is expected to take; 0 for an unknown incarnation."""
     def set_cost_model(
         self,
         name: str,

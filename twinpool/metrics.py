@@ -111,6 +111,22 @@ ROUTER_HANDOFF_TIME = Histogram(
     "From the first token until the decode worker holds all KV.",
     buckets=TTFT_BUCKETS,
 )
+ROUTER_TRANSFER_TIME = Histogram(
+    "twinpool_router_transfer_time_seconds",
+    "Reads of a hand-off or of a prefix, as the reader measured them.",
+    buckets=SHORT_BUCKETS,
+)
+ROUTER_PREDICTED_TRANSFER_TIME = Histogram(
+    "twinpool_router_predicted_transfer_time_seconds",
+    "What the cost model expected of the same reads.",
+    buckets=SHORT_BUCKETS,
+)
+ROUTER_TRANSFER_ERROR = Histogram(
+    "twinpool_router_transfer_prediction_error_seconds",
+    "Predicted minus real time of a read, without the sign; direction over: it was faster.",
+    ["direction"],
+    buckets=SHORT_BUCKETS,
+)
 ROUTER_DECODE_TIME = Histogram(
     "twinpool_router_request_decode_time_seconds",
     "From the end of the hand-off to the last token.",

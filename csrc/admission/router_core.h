@@ -95,6 +95,8 @@ class RouterCore {
   void observe_prefill(const std::string& name, std::uint64_t incarnation, std::int64_t tokens,
                        std::int64_t cached_tokens, double seconds);
   void observe_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks, double seconds);
+  /// Seconds that a pull of ``blocks`` blocks by the worker is expected to take; 0 for an unknown incarnation.
+  [[nodiscard]] double predict_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks);
   /// Seeds a worker's cost model; ``kind``: "prefill", "transfer" or "step".
   void set_cost_model(const std::string& name, std::uint64_t incarnation, const std::string& kind,
                       const std::array<double, 3>& coefficients);

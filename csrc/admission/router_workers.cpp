@@ -80,6 +80,11 @@ void RouterCore::observe_transfer(const std::string& name, std::uint64_t incarna
   }
 }
 
+double RouterCore::predict_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks) {
+  const placement::Worker* worker = workers_.find(name, incarnation);
+  return worker == nullptr ? 0.0 : worker->transfer.predict(static_cast<double>(blocks), 0.0);
+}
+
 void RouterCore::set_cost_model(const std::string& name, std::uint64_t incarnation, const std::string& kind,
                                 const std::array<double, 3>& coefficients) {
   placement::Worker* worker = workers_.find(name, incarnation);

@@ -66,6 +66,13 @@ void bind_cluster(py::class_<Self>& core) {
       },
       py::arg("name"), py::arg("incarnation"), py::arg("blocks"), py::arg("seconds"));
   core.def(
+      "predict_transfer",
+      [](Self& self, const std::string& name, std::uint64_t incarnation, std::int64_t blocks) {
+        const CoreLock lock(self.mutex);
+        return self.core.predict_transfer(name, incarnation, blocks);
+      },
+      py::arg("name"), py::arg("incarnation"), py::arg("blocks"));
+  core.def(
       "set_cost_model",
       [](Self& self, const std::string& name, std::uint64_t incarnation, const std::string& kind, double base_seconds,
          double per_unit_seconds, double per_context_seconds) {

@@ -26,6 +26,11 @@ async def test_a_prompt_that_is_wholly_cached_moves_nothing(routed: Fleet) -> No
             assert again.done.usage.decode_cached_tokens == length // BLOCK * BLOCK
             assert again.done.handoff.blocks == (1 if length % BLOCK else 0)
             assert again.done.usage.cached_tokens == (length - 1) // BLOCK * BLOCK
+    # Every read that moved something stands beside what it was expected to take.
+    counted = routed.router_metric("twinpool_router_transfer_time_seconds_count")
+    assert counted > 0
+    assert routed.router_metric("twinpool_router_predicted_transfer_time_seconds_count") == counted
+    assert routed.router_metric("twinpool_router_transfer_prediction_error_seconds_count") == counted
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])

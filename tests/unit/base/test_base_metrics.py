@@ -117,3 +117,19 @@ def test_entries_are_resolved_by_name() -> None:
         launch.role_factory("router")
     with pytest.raises(AttributeError):
         launch.resolve("twinpool.launch:nothing")
+
+
+def test_what_users_of_nixl_know_is_there_under_its_known_name() -> None:
+    """The names that dashboards for other engines use, behind our prefix."""
+    known = (
+        "xfer_time_seconds",
+        "post_time_seconds",
+        "bytes_transferred",
+        "num_descriptors",
+        "num_failed_transfers",
+        "num_failed_notifications",
+        "num_kv_expired_reqs",
+    )
+    names = {family.name for family in REGISTRY.collect()}
+    assert {f"twinpool_worker_nixl_{name}" for name in known} <= names
+    assert {"twinpool_worker_offers", "twinpool_worker_kv_blocks", "twinpool_worker_fence_failures"} <= names

@@ -167,6 +167,8 @@ def test_models_learn_from_what_prefill_took() -> None:
     transfer = rows["d0"]["transfer_model"]
     assert isinstance(transfer, dict)
     assert transfer["per_unit_seconds"] == pytest.approx(1e-3, rel=0.1)
+    assert core.predict_transfer("d0", 1, 100) == pytest.approx(0.1, rel=0.1)
+    assert core.predict_transfer("d0", 2, 100) == 0.0
     core.submit(0.0, "a", "m", 1000, 10, NO_HASHES)
     assert core.plan(0.0)[0].prefill[0] == "p1", "the unmeasured one is taken to be quicker"
 
