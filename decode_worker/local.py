@@ -35,15 +35,18 @@ class LocalPrefills:
             # The scheduler gives it all its blocks at once.
             total = max(total, self._limits.blocks_of(len(prompt) + work.draw.params.max_tokens - 1))
         # The last token is computed whatever is cached.
-        cached, needed = self._check_room(prompt, (len(prompt) - 1) // self._limits.block_tokens, total)
+        cached, needed = self._check_room(
+            prompt, (len(prompt) - 1) // self._limits.block_tokens, total, work.draw.n
+        )
         attempt.cached_blocks = cached
         self._due[attempt] = needed
 
-    def check_reservation(self, prompt: Prompt) -> None:
+    def check_reservation(self, prompt: Prompt, choices: int) -> None:
         """Whether blocks may be reserved for a prompt that arrives from elsewhere: not those that one here is due to get.
         Raises CommandError (NO_CAPACITY)."""
         if self._due:
-            self._check_room(prompt, len(prompt.hashes), self._limits.blocks_of(len(prompt)) + 1)
+            total = self._limits.blocks_of(len(prompt)) + 1
+            self._check_room(prompt, len(prompt.hashes), total, choices)
 
     def schedule(self, attempt: DecodeAttempt) -> None:
         """Its first step may come. Several choices start as forks of a sequence that only computes the prompt."""
@@ -77,7 +80,7 @@ class LocalPrefills:
             del self._computing[seq]
         return seq
 
-    def _check_room(self, prompt: Prompt, usable: int, total: int) -> tuple[int, int]:
+    def _check_room(self, prompt: Prompt, usable: int, total: int, choices: int) -> tuple[int, int]:
         """Blocks of the prompt that are cached here, at most ``usable``, and those of ``total`` that it needs besides."""
         scheduler, blocks = self._scheduler, self._blocks
         # What of the prefix nobody holds is available now but not to this prompt.
@@ -86,12 +89,14 @@ class LocalPrefills:
         blocks.release(held)
         needed = total - len(held)
         due = sum(self._due.values())
-        seats = scheduler.running + scheduler.reserved + len(self._due)
+        # One that is due has no seat yet, one that computes that of its first choice alone.
+        seats = scheduler.running + scheduler.reserved + sum(a.work.draw.n for a in self._due)
+        seats += sum(a.work.draw.n - 1 for a in self._computing.values() if a not in self._due)
         waiting = sum(attempt.computing is not None for attempt in self._due)
         # Each sequence that runs may want a block soon, and one that has lost its blocks gets them back first.
         if (
             needed + due + scheduler.running > available
-            or seats >= self._limits.max_num_seqs
+            or seats + choices > self._limits.max_num_seqs
             or scheduler.waiting > waiting
         ):
             detail = (

@@ -79,11 +79,12 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
     def _reserve(self, attempt: DecodeAttempt) -> None:
         work, prompt, owner = attempt.work, attempt.work.prompt, attempt.work.owner
         assert owner is not None
-        self._local.check_reservation(prompt)
+        self._local.check_reservation(prompt, work.draw.n)
         seq = self._scheduler.reserve(
             prompt.tokens,
             prompt.hashes,
             prompt.root,
+            seats=work.draw.n,
             max_new_tokens=work.draw.remaining,
             priority=work.priority,
             preemptible=work.preemptible,
@@ -254,7 +255,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         for attempt in list(self._starting):
             self._guard(attempt, self._start, attempt)
         stuck = list(self._starting)
-        held = sum(attempt.reserved is not None for attempt in stuck)
+        held = sum(attempt.work.draw.n for attempt in stuck if attempt.reserved is not None)
         if not stuck or self._scheduler.running or self._scheduler.reserved > held:
             self._stuck = False
         elif not self._stuck:

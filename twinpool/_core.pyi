@@ -203,9 +203,11 @@ class StepScheduler:
         priority: int = 0,
         arrival: float = 0.0,
         preemptible: bool = True,
+        seats: int = 1,
     ) -> int | None:
         """A sequence whose prompt KV arrives from elsewhere. Takes the cached prefix and allocates the rest of the prompt
-        (its last, partial block included) plus one block of head-room; None and no change if there is no room or ``max_num_seqs`` is reached."""
+        (its last, partial block included) plus one block of head-room; None and no change if there is no room or ``max_num_seqs`` is reached.
+        ``seats``: sequences that will run of it; those beyond the first are kept for its forks until it starts."""
     def start(self, seq: int, first_token: int) -> None:
         """The prompt's KV is here and valid: commits the prompt's full blocks and lets the sequence decode from ``first_token``."""
     def fork(self, seq: int, first_token: int, *, max_new_tokens: int) -> int | None:

@@ -50,8 +50,9 @@ SequenceId add(Scheduler& self, const py::array& tokens, const py::array& hashes
 
 std::optional<SequenceId> reserve(Scheduler& self, const py::array& tokens, const py::array& hashes,
                                   const py::bytes& root, std::int64_t max_new_tokens, std::int64_t priority,
-                                  double arrival, bool preemptible) {
-  const NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival, preemptible);
+                                  double arrival, bool preemptible, std::int64_t seats) {
+  NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival, preemptible);
+  request.seats = seats;
   const CoreLock lock(self.blocks->mutex);
   return self.core.reserve(request);
 }
@@ -136,7 +137,8 @@ void bind_scheduler(py::module_& module) {
       .def("add", &add, py::arg("tokens"), py::arg("hashes"), py::arg("root"), py::kw_only(), py::arg("max_new_tokens"),
            py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true)
       .def("reserve", &reserve, py::arg("tokens"), py::arg("hashes"), py::arg("root"), py::kw_only(),
-           py::arg("max_new_tokens"), py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true)
+           py::arg("max_new_tokens"), py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true,
+           py::arg("seats") = 1)
       .def(
           "start",
           [](Scheduler& self, SequenceId id, std::int32_t first_token) {

@@ -78,6 +78,8 @@ struct Sequence {
   std::size_t private_from = 0;
   std::vector<SequenceId> forks;  ///< while reserved: those that start with it
   std::int32_t first_token = 0;   ///< of a fork that is still reserved
+  std::size_t spare_seats = 0;    ///< while reserved: kept for its forks
+  SequenceId seat_of = 0;         ///< of a fork that sits on a spare seat of that sequence
 
   /// Tokens whose KV need not be computed: what is there, and what the next step brings back from the host.
   [[nodiscard]] std::size_t known() const noexcept { return std::max(computed, restorable); }

@@ -51,10 +51,12 @@ SequenceId StepScheduler::add(const NewSequence& request) {
 
 std::optional<SequenceId> StepScheduler::reserve(const NewSequence& request) {
   require(request.max_new_tokens >= 1, "a reserved sequence must be allowed at least one new token");
+  require(request.seats >= 1 && request.seats <= length_limit, "a reservation takes at least one seat");
+  const auto seats = static_cast<std::size_t>(request.seats);
   auto sequence = make(request);
   const std::size_t prompt_blocks = blocks_for(sequence->prompt_tokens);
   // A preempted sequence gets its blocks back before a new one gets any, or reservations could starve it.
-  if (!has_seat() || waiting_preempted_ > 0 || blocks_at_end(*sequence) > blocks_.num_blocks()) {
+  if (!has_seats(seats) || waiting_preempted_ > 0 || blocks_at_end(*sequence) > blocks_.num_blocks()) {
     return std::nullopt;
   }
   const std::size_t wanted = blocks_at_start(*sequence, prompt_blocks + 1);
@@ -68,7 +70,8 @@ std::optional<SequenceId> StepScheduler::reserve(const NewSequence& request) {
   sequence->cached_tokens = sequence->computed;
   sequence->knows_cached = true;
   note_generations(*sequence, *prefix);
-  ++reserved_;
+  sequence->spare_seats = seats - 1;
+  reserved_ += seats;
   return keep(std::move(sequence));
 }
 
@@ -95,7 +98,8 @@ void StepScheduler::start(SequenceId id, std::int32_t first_token) {
 }
 
 void StepScheduler::begin_decode(Sequence& sequence, std::int32_t first_token) {
-  --reserved_;
+  reserved_ -= 1 + sequence.spare_seats;
+  sequence.spare_seats = 0;
   sequence.generations = {};
   sequence.forks = {};
   sequence.computed = sequence.prompt_tokens;
@@ -125,7 +129,7 @@ void StepScheduler::end(Sequence& sequence) {
     dequeue(sequence);
     break;
   case SequenceState::reserved:
-    --reserved_;
+    return_seats(sequence);
     forget_lost_blocks(sequence);
     break;
   case SequenceState::ready:
@@ -141,6 +145,17 @@ void StepScheduler::end(Sequence& sequence) {
   release_blocks(sequence);
   forget_host(sequence);
   sequences_.erase(sequence.id);
+}
+
+/// A fork that ends before its parent has started gives its seat back to it: another may be made.
+void StepScheduler::return_seats(const Sequence& sequence) {
+  reserved_ -= sequence.spare_seats;
+  const auto parent = sequences_.find(sequence.seat_of);
+  if (parent != sequences_.end() && parent->second->state == SequenceState::reserved) {
+    ++parent->second->spare_seats;
+  } else {
+    --reserved_;
+  }
 }
 
 void StepScheduler::release_blocks(Sequence& sequence) {

@@ -27,6 +27,7 @@ struct NewSequence {
   std::int64_t priority = 0;
   double arrival = 0;
   bool preemptible = true;
+  std::int64_t seats = 1;  ///< of a reservation: sequences that will run, its forks included
 };
 
 /// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time. Cost of a step: per
@@ -52,6 +53,7 @@ class StepScheduler {
   [[nodiscard]] const Sequence& sequence(SequenceId id) const;
   [[nodiscard]] std::size_t running() const noexcept { return table_.rows() + ready_.size(); }
   [[nodiscard]] std::size_t waiting() const noexcept { return waiting_.size(); }
+  /// Seats that are taken by sequences that have not started.
   [[nodiscard]] std::size_t reserved() const noexcept { return reserved_; }
   /// Tokens to be computed before the waiting and the prefilling sequences can decode; what the cache holds of a
   /// waiting one counts in full.
@@ -67,7 +69,7 @@ class StepScheduler {
   [[nodiscard]] Sequence& find(SequenceId id) const;
   std::unique_ptr<Sequence> make(const NewSequence& request) const;
   SequenceId keep(std::unique_ptr<Sequence> sequence);
-  [[nodiscard]] bool has_seat() const noexcept { return running() + reserved_ < max_seqs_; }
+  [[nodiscard]] bool has_seats(std::size_t count) const noexcept { return running() + reserved_ + count <= max_seqs_; }
   [[nodiscard]] std::size_t blocks_for(std::size_t tokens) const noexcept {
     return (tokens + block_tokens_ - 1) / block_tokens_;
   }
@@ -78,6 +80,7 @@ class StepScheduler {
   std::unique_ptr<Sequence> make_fork(const Sequence& parent, std::size_t max_new_tokens) const;
   bool share_blocks(const Sequence& parent, Sequence& child);
   void end(Sequence& sequence);
+  void return_seats(const Sequence& sequence);
   void note_generations(Sequence& sequence, std::size_t from) const;
   [[nodiscard]] bool lost(const Sequence& sequence, std::size_t index) const;
   void forget_lost_blocks(Sequence& sequence) const;

@@ -22,14 +22,14 @@ void StepScheduler::check() const {
     const bool prefills = sequence.state == SequenceState::prefilling;
     waiting += waits ? 1 : 0;
     preempted += sequence.preempted ? 1 : 0;
-    reserved += sequence.state == SequenceState::reserved ? 1 : 0;
+    reserved += sequence.state == SequenceState::reserved ? 1 + sequence.spare_seats : 0;
     rows += prefills || sequence.state == SequenceState::decoding ? 1 : 0;
     tokens += waits || prefills ? sequence.left() : 0;
     host += sequence.host.size();
   }
   require(waiting == waiting_.size(), "the waiting queue and the sequences differ");
   require(preempted == waiting_preempted_, "the preempted sequences are miscounted");
-  require(reserved == reserved_, "the reserved sequences are miscounted");
+  require(reserved == reserved_, "the reserved seats are miscounted");
   require(rows == table_.rows(), "the table's rows and the running sequences differ");
   require(tokens == waiting_tokens_, "the waiting tokens are miscounted");
   require(host + host_.free() == host_.count(), "a block of the host pool is lost or taken twice");

@@ -35,11 +35,17 @@ std::optional<SequenceId> StepScheduler::fork(SequenceId id, std::int32_t first_
     }
     return child_id;
   }
-  if (!has_seat() || !share_blocks(parent, *child)) {
+  const bool kept_for_it = arriving && parent.spare_seats > 0;
+  if ((!kept_for_it && !has_seats(1)) || !share_blocks(parent, *child)) {
     return std::nullopt;
   }
   child->state = SequenceState::reserved;
-  ++reserved_;
+  if (kept_for_it) {
+    --parent.spare_seats;
+    child->seat_of = parent.id;
+  } else {
+    ++reserved_;
+  }
   Sequence& kept = *child;
   const SequenceId child_id = keep(std::move(child));
   if (arriving) {

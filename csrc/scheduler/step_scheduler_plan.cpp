@@ -111,7 +111,7 @@ void StepScheduler::plan_prefills(StepPlan& plan) {
   bool admitting = plan.preempted.empty();
   for (std::size_t row = plan.decodes; budget > 0;) {
     const bool has_row = row < table_.rows();
-    if (admitting && !waiting_.empty() && has_seat() && (!has_row || overtakes(waiting_.front(), table_.at(row)))) {
+    if (admitting && !waiting_.empty() && has_seats(1) && (!has_row || overtakes(waiting_.front(), table_.at(row)))) {
       admitting = admit(row);
       if (!admitting) {
         continue;

@@ -40,15 +40,17 @@ class Bench {
     return id;
   }
   std::optional<SequenceId> reserve(const Tokens& tokens, std::int64_t max_new_tokens, std::int64_t priority = 0,
-                                    double arrival = 0) {
+                                    double arrival = 0, std::int64_t seats = 1) {
     const Hashes hashes = hashes_of(tokens);
-    const auto id = scheduler.reserve(request(tokens, hashes, max_new_tokens, priority, arrival));
+    NewSequence wanted = request(tokens, hashes, max_new_tokens, priority, arrival);
+    wanted.seats = seats;
+    const auto id = scheduler.reserve(wanted);
     check();
     return id;
   }
   SequenceId must_reserve(const Tokens& tokens, std::int64_t max_new_tokens, std::int64_t priority = 0,
-                          double arrival = 0) {
-    const auto id = reserve(tokens, max_new_tokens, priority, arrival);
+                          double arrival = 0, std::int64_t seats = 1) {
+    const auto id = reserve(tokens, max_new_tokens, priority, arrival, seats);
     EXPECT_TRUE(id.has_value());
     return id.value_or(-1);
   }

@@ -124,6 +124,39 @@ TEST(Fork, AtABlockBorderNothingIsCopied) {
   EXPECT_TRUE(bench.step().copies.empty());
 }
 
+TEST(Fork, SeatsOfAllChoicesAreTakenWithTheReservation) {
+  Bench bench(16, {.max_num_seqs = 4});
+  const SequenceId parent = bench.must_reserve(prompt(6), 8, 0, 0, 3);
+  EXPECT_EQ(bench.scheduler.reserved(), 3U);
+  EXPECT_FALSE(bench.reserve(prompt(4, 500), 2, 0, 0, 2)) << "one seat is left";
+  const SequenceId other = bench.must_reserve(prompt(4, 500), 2);
+  const auto first = bench.scheduler.fork(parent, 2, 8);
+  ASSERT_TRUE(first && bench.scheduler.fork(parent, 3, 8)) << "theirs";
+  EXPECT_FALSE(bench.scheduler.fork(parent, 4, 8)) << "nobody's";
+  EXPECT_EQ(bench.scheduler.reserved(), 4U);
+  bench.remove(*first);
+  EXPECT_EQ(bench.scheduler.reserved(), 4U) << "the seat is its parent's again";
+  EXPECT_FALSE(bench.scheduler.fork(other, 4, 8));
+  ASSERT_TRUE(bench.scheduler.fork(parent, 5, 8));
+  bench.remove(other);
+  bench.start(parent, 1);
+  EXPECT_EQ(bench.scheduler.reserved(), 0U);
+  EXPECT_EQ(bench.step().seq.size(), 3U);
+}
+
+TEST(Fork, SeatsThatAreNotUsedAreFreeWithTheStartOrTheEnd) {
+  Bench bench(16, {.max_num_seqs = 3});
+  bench.start(bench.must_reserve(prompt(6), 8, 0, 0, 3), 1);
+  EXPECT_EQ(bench.scheduler.reserved(), 0U);
+  const SequenceId second = bench.must_reserve(prompt(4, 500), 2, 0, 0, 2);
+  const auto fork = bench.scheduler.fork(second, 2, 8);
+  ASSERT_TRUE(fork);
+  bench.remove(second);
+  EXPECT_EQ(bench.scheduler.reserved(), 1U) << "the fork sits on";
+  bench.remove(*fork);
+  EXPECT_EQ(bench.scheduler.reserved(), 0U);
+}
+
 TEST(Fork, BeforeStartBeginsWithItsParent) {
   Bench bench(16);
   const SequenceId parent = bench.must_reserve(prompt(6), 8);

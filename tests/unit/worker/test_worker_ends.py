@@ -376,7 +376,7 @@ def test_choices_that_no_idle_pool_holds_together_fail_instead_of_waiting() -> N
 
 
 def test_choices_wait_for_room_and_then_start() -> None:
-    pair = Pair(decode_blocks=12, max_num_seqs=4)
+    pair = Pair(decode_blocks=12, max_num_seqs=5)
     first, second = random_prompt(3 * BLOCK + 1, seed=1), random_prompt(BLOCK + 3, seed=2)
     pair.start(first, "long", max_tokens=40)
     pair.run(lambda: pair.decode.stack.scheduler.running == 1)

@@ -129,7 +129,7 @@ def test_choices_that_all_end_at_once() -> None:
 
 
 def test_choices_wait_for_room_and_then_start() -> None:
-    pair = Pair(decode_blocks=12, max_num_seqs=4)
+    pair = Pair(decode_blocks=12, max_num_seqs=5)
     long, many = random_prompt(3 * BLOCK + 1, seed=1), random_prompt(BLOCK + 3, seed=2)
     start(pair, long, "long", max_tokens=40)
     pair.run(lambda: pair.decode.stack.scheduler.running == 1)
