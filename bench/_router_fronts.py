@@ -134,9 +134,14 @@ class Ours:
         """See Front."""
         return await self._client.send(body)
 
+    @staticmethod
+    def encode(prompt: str | Sequence[int], stream: bool) -> bytes:
+        """An encoded request."""
+        return GrpcClient.body(prompt, stream)
+
     def body(self, prompt: str | Sequence[int], stream: bool) -> bytes:
         """See Front."""
-        return GrpcClient.body(prompt, stream)
+        return self.encode(prompt, stream)
 
 
 class Peer(ABC):

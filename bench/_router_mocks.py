@@ -14,14 +14,17 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from twinpool.config import KvEventsConfig
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.rpc import run
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.kv_events import EventPublisher
 
 _LENGTH = inference_pb2.FINISH_REASON_LENGTH
 _RUNNING = inference_pb2.FINISH_REASON_UNSPECIFIED
 _TOKEN = 1000
+_BLOCK_TOKENS = 64
 
 
 class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -32,6 +35,8 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.role = role
         self.port = 0
         self._step_seconds = step_seconds
+        # A cache in which nothing happens says so from time to time.
+        self._events = EventPublisher(KvEventsConfig(), self.key, "mock", _BLOCK_TOKENS)
         self._ticking: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -41,6 +46,8 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._server = server
+        self._events.open("127.0.0.1")
+        self._events.start()
 
     def record(self, model_path: str) -> control_pb2.WorkerRecord:
         """What it would register."""
@@ -54,7 +61,9 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
             model_path=model_path,
             family="llama",
             num_blocks=1 << 20,
-            block_tokens=64,
+            block_tokens=_BLOCK_TOKENS,
+            events_endpoint=self._events.events_endpoint,
+            replay_endpoint=self._events.replay_endpoint,
             kv_bytes_per_token=128,
             max_num_seqs=4096,
             max_context_tokens=1 << 20,

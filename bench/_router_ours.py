@@ -27,6 +27,7 @@ async def _main(args: argparse.Namespace) -> int:
         "local_prefill": False,
         "prefill_window_tokens": 1 << 24,
         "max_message_bytes": 64 << 20,
+        "token_cache_bytes": args.token_cache_bytes,
     }
     config = TwinpoolConfig.model_validate({"router": settings, "log": {"level": "warning"}})
     router = Router(config, f"router-bench-{args.port}")
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--port", type=int, default=0, help="share this port with other routers; 0: a free one of its own"
     )
+    parser.add_argument("--token-cache-bytes", type=int, default=64 << 20, help="of tokenised text")
     logs.setup("warning", False)
     run(_main(parser.parse_args()))
 

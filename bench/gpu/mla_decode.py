@@ -257,7 +257,7 @@ def everything(arguments: argparse.Namespace) -> int:
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "ceilings": ceilings(),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m bench.gpu.mla_decode", *sys.argv[1:]]),
     }
     checks: list[dict[str, object]] = []
     broken: set[str] = set()

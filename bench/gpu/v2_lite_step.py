@@ -210,8 +210,10 @@ def main() -> int:
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
     report: dict[str, object] = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv),
-    }  # fmt: skip
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": " ".join(["python -m bench.gpu.v2_lite_step", *sys.argv[1:]]),
+    }
     errors = compare()
     print("relative errors against the torch kernels:", errors, flush=True)
     model = build(27, None)

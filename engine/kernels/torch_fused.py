@@ -47,7 +47,7 @@ def silu_mul(both: Tensor) -> Tensor:
 def _keep_groups(scores: Tensor, spec: RouterSpec, *, best: int, fill: float) -> Tensor:
     """Scores with those outside the token's best groups set to ``fill``; a group counts by the sum of its ``best``
     highest scores."""
-    by_group = scores.view(len(scores), spec.groups, -1)
+    by_group = scores.view(len(scores), spec.groups, scores.shape[1] // spec.groups)
     # transformers sums the two best always; a group of one expert has but one.
     worth = by_group.topk(min(best, by_group.shape[-1]), dim=-1).values.sum(dim=-1)
     groups = worth.topk(spec.groups_per_token, dim=-1, sorted=False).indices

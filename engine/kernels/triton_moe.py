@@ -46,7 +46,8 @@ def scores_kernel(
             HIDDEN + row[:, None].to(tl.int64) * SIZE + column[None, :], mask=real[:, None] & inside[None, :], other=0.0
         )
         right = tl.load(WEIGHT + expert[None, :] * SIZE + column[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-        acc += tl.dot(left.to(tl.float32), right, input_precision="ieee")
+        # Three products of the matrix unit a pair: float32 but for its last bits.
+        acc += tl.dot(left.to(tl.float32), right, input_precision="tf32x3")
     place = (tl.program_id(1) * tokens + row[:, None]) * EXPERTS + expert[None, :]
     tl.store(PART + place, acc, mask=real[:, None] & known[None, :])
 
@@ -202,7 +203,7 @@ def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec)
     experts, chosen = len(weight), spec.experts_per_token
     pad = max(triton.next_power_of_2(experts), 16)
     # Few tokens: many splits, to have the processors at work. Many: few partial sums.
-    split = 32 if tokens <= 16 else 16 if tokens <= 64 else 8
+    split = 32 if tokens <= 64 else 16
     part = torch.empty(split, tokens, experts, dtype=torch.float32, device=hidden.device)
     whole = torch.empty(experts * (tokens + 1), dtype=torch.int32, device=hidden.device)
     count, lists = whole[:experts], whole[experts:]
