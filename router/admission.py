@@ -47,28 +47,8 @@ class Admitted(Protocol):
 
 
 def core_config(limits: RouterSection) -> AdmissionConfig:
-    """The core's limits from the configuration."""
-    return AdmissionConfig(
-        max_queue_requests=limits.max_queue_requests,
-        max_queue_tokens=limits.max_queue_tokens,
-        max_queue_bytes=limits.max_queue_bytes,
-        queue_ttl_seconds=limits.queue_ttl_seconds,
-        max_attempts=limits.max_attempts,
-        max_resumes=limits.max_resumes,
-        ageing_seconds=limits.ageing_seconds,
-        order_stretch=limits.order_stretch,
-        max_tenant_requests=limits.max_tenant_requests,
-        tenant_tokens_per_second=limits.tenant_tokens_per_second,
-        tenant_burst_tokens=limits.tenant_burst_tokens,
-        prefill_window_tokens=limits.prefill_window_tokens,
-        transfer_window_requests=limits.transfer_window_requests,
-        prefix_fetch=limits.prefix_fetch,
-        local_prefill=limits.local_prefill,
-        prior_prefill_seconds=limits.prior_prefill_seconds,
-        prior_prefill_token_seconds=limits.prior_prefill_token_seconds,
-        prior_transfer_seconds=limits.prior_transfer_seconds,
-        prior_transfer_block_seconds=limits.prior_transfer_block_seconds,
-    )
+    """The core's limits, each by its name in the configuration."""
+    return AdmissionConfig(**{name: getattr(limits, name) for name in AdmissionConfig.FIELDS})
 
 
 class Admission:
@@ -109,6 +89,7 @@ class Admission:
             tenant=prepared.tenant,
             deadline=prepared.deadline.at or 0.0,
             bytes=prepared.size_bytes,
+            preemptible=prepared.preemptible,
         )
         if not submission.accepted:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()

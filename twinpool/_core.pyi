@@ -428,8 +428,9 @@ class RouterCore:
         tenant: str = "",
         deadline: float = 0.0,
         bytes: int = 0,
+        preemptible: bool = True,
     ) -> Submission:
-        """``deadline`` is on the clock of ``now``; 0: none. CoreError for arguments out of range; a refusal is a Submission."""
+        """``deadline`` is on the clock of ``now``; 0: none. ``preemptible`` False: no higher priority takes its place. CoreError for arguments out of range; a refusal is a Submission."""
     def plan(self, now: float) -> list[Action]:
         """Places what can be placed, expires what must expire. Call after submit, after advance and on a timer."""
     def next_wake(self, now: float) -> float | None:

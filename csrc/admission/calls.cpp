@@ -150,7 +150,8 @@ std::string describe(const Call& call) {
           text << "submit " << c.arguments.request_id << " pool=" << c.arguments.pool
                << " prompt=" << c.arguments.prompt_tokens << " output=" << c.arguments.max_new_tokens
                << " n=" << c.arguments.choices << " priority=" << c.arguments.priority
-               << " deadline=" << c.arguments.deadline << " blocks=" << c.hashes.size() / prefix::k_hash_bytes;
+               << (c.arguments.preemptible ? "" : " not preemptible") << " deadline=" << c.arguments.deadline
+               << " blocks=" << c.hashes.size() / prefix::k_hash_bytes;
         } else if constexpr (std::is_same_v<C, Plan>) {
           text << "plan";
         } else if constexpr (std::is_same_v<C, Advance>) {

@@ -95,7 +95,7 @@ struct Pool {
 
   template <typename A>
   void archive(A& a) {
-    a(queue, drained_tokens, ended_requests, output_ratio, retry_at, prefilling);
+    a(queue, drained_tokens, ended_requests, output_ratio, retry_at, victims);
   }
 
   std::uint32_t id;
@@ -104,9 +104,9 @@ struct Pool {
   Rate ended_requests;
   OutputRatio output_ratio;
   double retry_at = k_never_retry;  // earliest end of a back-off that something waits for
-  /// Requests in Prefilling, lowest priority first, then the one placed last (inverse times and ids): the order of
-  /// victims.
-  std::set<std::tuple<int, double, std::uint64_t>> prefilling;
+  /// Requests in Prefilling that may be preempted, lowest priority first, then the one placed last (inverse times and
+  /// ids): the order of victims.
+  std::set<std::tuple<int, double, std::uint64_t>> victims;
 
   static constexpr double k_never_retry = 1e300;
 };

@@ -25,6 +25,7 @@ struct Request {
   std::int64_t choices = 1;
   std::int64_t bytes = 0;
   int priority = 0;
+  bool preemptible = true;  // before its first token, by a higher priority
   double arrival = 0.0;
   double deadline = k_never;
   std::vector<std::uint8_t> hashes;  // 16 bytes a full block

@@ -240,10 +240,10 @@ void RouterCore::changed(double now, Request& request, std::size_t before) {
   ++in_state_[request.state.index()];
   Pool& of = pool_of(request);
   const std::tuple<int, double, std::uint64_t> entry{request.priority, -request.placed_at, ~request.id};
-  if (std::holds_alternative<Prefilling>(request.state)) {
-    of.prefilling.insert(entry);
+  if (std::holds_alternative<Prefilling>(request.state) && request.preemptible && !request.delivered) {
+    of.victims.insert(entry);
   } else {
-    of.prefilling.erase(entry);
+    of.victims.erase(entry);
   }
   set_timer(request);
   if (!terminal(request.state)) {

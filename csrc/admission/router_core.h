@@ -42,6 +42,7 @@ struct SubmitArguments {
   int priority = 0;
   double deadline = 0.0;  // on the same clock as now; 0: none
   std::span<const std::uint8_t> hashes;
+  bool preemptible = true;
 };
 
 struct Submission {

@@ -173,13 +173,13 @@ void RouterCore::place(double now, Pool& from, Request& request, std::vector<Act
 
 // Makes room for a request of higher priority that has waited for the grace:
 // the victim is of the lowest priority, and of those the one placed last, which
-// has least to lose. It has no token yet and is next of its tenant again.
+// has least to lose. Its client has no token yet, and it is next of its tenant again.
 bool RouterCore::preempt_for(double now, Pool& from, const Request& request, std::vector<Action>& actions) {
   using placement::Obstacle;
   const Obstacle obstacle = request.decision.obstacle;
   const bool room = obstacle == Obstacle::prefill_window || obstacle == Obstacle::decode_sequences ||
                     obstacle == Obstacle::decode_blocks || obstacle == Obstacle::transfer_window;
-  if (!room || from.prefilling.empty()) {
+  if (!room || from.victims.empty()) {
     return false;
   }
   const double since = request.queued_at + config_.preemption_grace_seconds;
@@ -187,7 +187,7 @@ bool RouterCore::preempt_for(double now, Pool& from, const Request& request, std
     from.retry_at = std::min(from.retry_at, since);
     return false;
   }
-  const auto [priority, placed, inverse_id] = *from.prefilling.begin();
+  const auto [priority, placed, inverse_id] = *from.victims.begin();
   if (priority >= request.priority) {
     return false;
   }

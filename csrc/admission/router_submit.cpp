@@ -51,6 +51,7 @@ Submission RouterCore::submit(double now, const SubmitArguments& arguments) {
   request.max_new_tokens = arguments.max_new_tokens;
   request.choices = arguments.choices;
   request.bytes = arguments.bytes;
+  request.preemptible = arguments.preemptible;
   request.priority = static_cast<int>(std::min<std::int64_t>(arguments.priority, tenants_.limits(tenant).max_priority));
   request.arrival = now;
   if (arguments.deadline > 0) {

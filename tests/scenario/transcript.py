@@ -65,6 +65,7 @@ class Session:
             tenant=values.get("tenant", ""),
             deadline=float(values.get("deadline", 0)),
             bytes=int(values.get("bytes", 0)),
+            preemptible=values.get("preemptible", "1") == "1",
         )
         if submission.accepted:
             self.ids[name] = submission.request
@@ -173,7 +174,7 @@ def learn(session: Session, names: list[str], values: Values) -> list[str]:
 
 
 def submit(session: Session, names: list[str], values: Values) -> list[str]:
-    """submit NAME... pool= prompt= output= n= priority= tenant= deadline= bytes= hashes="""
+    """submit NAME... pool= prompt= output= n= priority= tenant= deadline= bytes= preemptible= hashes="""
     lines = []
     for name in names:
         result = session.submit(name, values)

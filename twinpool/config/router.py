@@ -102,6 +102,12 @@ class RouterSection(Section):
         le=1e12,
         description="Tokens that a tenant may take at once above its rate; 0: ten seconds' worth.",
     )
+    tenant_max_priority: int = Field(
+        default=100,
+        ge=-100,
+        le=100,
+        description="Highest priority of a tenant; higher ones are lowered to it.",
+    )
     queue_ttl_seconds: float = Field(
         default=60.0, gt=0, le=86400, description="Longest wait in the queue, in seconds."
     )
@@ -117,6 +123,26 @@ class RouterSection(Section):
         le=1000,
         description="Without a deadline, a request is due this many times its expected compute later: short ones first; 0: by arrival.",
     )
+    max_bypass: int = Field(
+        default=32,
+        ge=0,
+        le=1 << 20,
+        description="Most smaller requests that may go before one that does not fit yet.",
+    )
+    refuse_without_workers: bool = Field(
+        default=False,
+        description="Refuse a request at once where a role has no worker at all, instead of waiting for one.",
+    )
+    early_rejection: bool = Field(
+        default=True, description="Refuse a request whose deadline cannot be met by what was measured."
+    )
+    preemption: bool = Field(
+        default=False,
+        description="Let a request of higher priority take the place of a preemptible lower one that has no token yet.",
+    )
+    preemption_grace_seconds: float = Field(
+        default=0.5, ge=0, le=86400, description="How long the higher one waits first, in seconds."
+    )
     max_attempts: int = Field(
         default=3, ge=1, le=100, description="Most placements of one request until its client has a token."
     )
@@ -125,6 +151,18 @@ class RouterSection(Section):
         ge=0,
         le=1000,
         description="How often an answer of which the client has tokens goes on at the next token on other workers. 0: it fails.",
+    )
+    max_refusals: int = Field(
+        default=64,
+        ge=0,
+        le=1 << 20,
+        description="Most refusals of one request by workers without room or about to leave; they cost no attempt.",
+    )
+    refusal_backoff_seconds: float = Field(
+        default=0.25,
+        gt=0,
+        le=3600,
+        description="How long a worker that refused gets no request of that size, in seconds, unless its load changes.",
     )
     finish_seconds: float = Field(
         default=1.0,
@@ -155,6 +193,33 @@ class RouterSection(Section):
         default=True,
         description="Let a decode worker compute a prompt itself where that is predicted to cost less than a hand-off, "
         "its running streams included.",
+    )
+    harm_weight: float = Field(
+        default=0.1,
+        ge=0,
+        le=1000,
+        description="Seconds of delay of a prompt that a second of slowed streams is worth in a placement.",
+    )
+    expected_output_ratio: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of max_tokens that answers are believed to have, until some were seen.",
+    )
+    index_max_bytes: int = Field(
+        default=256 * MiB,
+        ge=0,
+        le=1 << 40,
+        description="Most memory of the prefix index, in bytes; 0: no limit. Above it the least used blocks are forgotten.",
+    )
+    retry_after_min_seconds: float = Field(
+        default=0.05,
+        ge=0,
+        le=3600,
+        description="Shortest delay that a refusal asks a client to wait, in seconds.",
+    )
+    retry_after_max_seconds: float = Field(
+        default=60.0, ge=0, le=86400, description="Longest such delay, in seconds."
     )
     prior_prefill_seconds: float = Field(
         default=0.002,
