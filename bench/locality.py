@@ -109,7 +109,7 @@ def _trace(directory: Path, scenario: Scenario, quick: bool) -> Trace:
     if quick:
         agents = scenario.file == AGENTS
         selection = dataclasses.replace(
-            selection, sessions=60 if agents else None, requests=None if agents else 2000
+            selection, sessions=40 if agents else None, requests=None if agents else 1500
         )
     return load_trace(directory / scenario.file, "auto", selection)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from bench.gpu.mla_cases import READ_BYTES_PER_SECOND
+from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.graphs import DecodeGraphs
 from twinpool.engine.kernels import REGISTRY, Capability, Kernels
@@ -121,14 +122,45 @@ def compare() -> dict[str, float]:
 @torch.inference_mode()
 def eager(model: PagedDecoder, pool: KVPool, plan: PlanArrays) -> torch.Tensor:
     """The same step without a graph."""
-    from twinpool.engine.batch import AttentionBatch
-
     batch = AttentionBatch.build(
         q_start=plan.q_start, context=plan.context, block_table=plan.block_table, slots=plan.slots,
         block_tokens=BLOCK, num_decodes=plan.num_decodes, device="cuda",
     )  # fmt: skip
     ids, positions = (torch.from_numpy(a.astype(np.int64)).cuda() for a in (plan.token_ids, plan.positions))
     return model.logits(model(ids, positions, pool.tensor, batch))
+
+
+def make_prefill(shapes: list[tuple[int, int]], tables: np.ndarray) -> PlanArrays:
+    """A step of chunks, ``(new tokens, context)``."""
+    random = np.random.default_rng(5)
+    counts = np.array([count for count, _ in shapes])
+    context = np.array([length for _, length in shapes])
+    positions = np.concatenate([np.arange(length - count, length) for count, length in shapes])
+    rows = np.repeat(np.arange(len(shapes)), counts)
+    return PlanArrays(
+        seq=np.arange(len(shapes), dtype=np.int64),
+        token_ids=random.integers(0, 102400, len(positions)).astype(np.int32),
+        positions=positions.astype(np.int32),
+        q_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        context=context.astype(np.int32),
+        block_table=tables.astype(np.int32),
+        slots=tables[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK,
+        sample=np.ones(len(shapes), np.uint8),
+        num_decodes=0,
+        copies=np.zeros((0, 2), np.int32),
+    )
+
+
+def compare_prefill() -> float:
+    """Relative error of the logits of all tokens of three chunks, against the torch kernels."""
+    shapes = [(700, 700), (65, 1000), (300, 301)]
+    tables = np.random.default_rng(2).permutation(3 * 16).reshape(3, 16)
+    found = []
+    for backend in ("torch", None):
+        model = build(3, backend)
+        torch.manual_seed(1)
+        found.append(eager(model, make_pool(model, tables.size), make_prefill(shapes, tables)).double())
+    return float((found[1] - found[0]).norm() / found[0].norm())
 
 
 def floor_ms(batch: int, context: int) -> float:
@@ -214,7 +246,7 @@ def main() -> int:
         "torch": torch.__version__,
         "command": " ".join(["python -m bench.gpu.v2_lite_step", *sys.argv[1:]]),
     }
-    errors = compare()
+    errors = compare() | {"prefill": compare_prefill()}
     print("relative errors against the torch kernels:", errors, flush=True)
     model = build(27, None)
     width = -(-(arguments.prompt + arguments.steps + 8) // BLOCK)
