@@ -53,11 +53,16 @@ namespace {
 
 using Row = std::pair<std::string_view, Failure>;
 constexpr std::array k_failures{
-    Row{"UNSPECIFIED", {Cause::internal, false, false}},      Row{"NO_CAPACITY", {Cause::no_capacity, true, true}},
-    Row{"NOT_SERVING", {Cause::worker_lost, true, true, false}},     Row{"FENCED", {Cause::kv_fenced, true, true}},
-    Row{"TRANSFER", {Cause::transfer_failed, true, true}},    Row{"PEER_LOST", {Cause::worker_lost, true, true}},
-    Row{"INVALID", {Cause::invalid_argument, false, true}},   Row{"INTERNAL", {Cause::internal, true, false}},
-    Row{"DEADLINE", {Cause::deadline_exceeded, false, true}}, Row{"DUPLICATE", {Cause::duplicate_request, false, true}},
+    Row{"UNSPECIFIED", {Cause::internal, false, false}},
+    Row{"NO_CAPACITY", {Cause::no_capacity, true, true}},
+    Row{"NOT_SERVING", {Cause::worker_lost, true, true, false}},
+    Row{"FENCED", {Cause::kv_fenced, true, true}},
+    Row{"TRANSFER", {Cause::transfer_failed, true, true}},
+    Row{"PEER_LOST", {Cause::worker_lost, true, true}},
+    Row{"INVALID", {Cause::invalid_argument, false, true}},
+    Row{"INTERNAL", {Cause::internal, true, false}},
+    Row{"DEADLINE", {Cause::deadline_exceeded, false, true}},
+    Row{"DUPLICATE", {Cause::duplicate_request, false, true}},
 };
 
 }  // namespace
