@@ -24,7 +24,7 @@ demo: $(STAMP) ## Start a cluster, ask it three questions, stop it
 
 test: $(STAMP) ctest ## All tests of the fast tiers
 	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/scenario
-	$(PY) -m pytest -m "not slow and not gpu" tests/integration
+	$(PY) -m pytest -m "not slow and not gpu" tests/integration tests/faults/test_soak.py
 
 test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow ones included
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario

@@ -204,7 +204,7 @@ class Product:
         """Seconds of a whole prompt from its start, and from the arrival of its last ticket, until all is proven."""
         began = time.perf_counter()
         end = self._expect(chunks, local, pace)
-        heard = 0
+        heard, last = 0, began
         while heard < len(chunks):
             # Callbacks of earlier chunks run while later ones are computed.
             if self._owner.poll(50e-6):

@@ -15,6 +15,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench._common import Figures
+from twinpool import logs
 from twinpool.client import Client, request
 from twinpool.config import TwinpoolConfig, load_config
 from twinpool.control.local import LocalCluster
@@ -147,6 +148,7 @@ async def until(done: Callable[[], bool], seconds: float = 60.0) -> None:
 
 async def cluster(rounds: int, parts: list[str]) -> tuple[dict[str, object], Figures]:
     """Starts a cluster over a tiny MLA model and measures the parts that were asked for."""
+    logs.setup("error", False)
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="twinpool-bench-") as directory:
         model = write_tiny(Path(directory) / "model", "deepseek_v3", seed=1, max_context=2 * LONG)

@@ -10,6 +10,7 @@ import torch
 from twinpool.engine.checkpoint import Checkpoint, StoredTensor
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.kernels import BLOCK_MAJOR, FP8_LATENT, REGISTRY, Capability, KernelRegistry, Kernels
+from twinpool.engine.kernels.plugins import load_plugins
 from twinpool.engine.kv.formats import KVDtype
 from twinpool.engine.models.base import AttentionPath, DecoderModel
 from twinpool.engine.models.decoder import PagedDecoder
@@ -43,13 +44,14 @@ def load_model(
     """Loads a checkpoint directory (config.json, safetensors).
 
     ``dtype`` converts the weights (router weights stay float32). ``attention`` chooses how GQA families read their
-    cache (MLA ones are latent always). ``backend`` admits only kernels of that backend. ``kv_dtype``: how the cache is
+    cache (MLA ones are latent always). ``backend`` prefers kernels of that backend. ``kv_dtype``: how the cache is
     stored. Raises CheckpointError naming file, tensor, expected and found; KernelNotFoundError if a kernel is missing.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
     config = ModelConfig.from_pretrained(path)
     checkpoint = Checkpoint(path)
+    load_plugins(registry)
     layout = FP8_LATENT if kv_dtype == "fp8_latent" else BLOCK_MAJOR
     kernels = Kernels.select(registry, Capability.of(device), dtype, layout=layout, backend=backend)
     model = PagedDecoder(

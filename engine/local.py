@@ -92,6 +92,7 @@ class LocalEngine:
             dtype=DTYPES[config.model.dtype],
             attention=config.model.attention,
             device=config.worker.device,
+            backend=config.model.kernels or None,
             kv_dtype=config.kv.dtype,
         )
         return cls(

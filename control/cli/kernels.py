@@ -28,6 +28,7 @@ def kernels_command(
 ) -> None:
     """List the kernels that a device would run."""
     from twinpool.engine.kernels import BLOCK_MAJOR, FP8_LATENT, REGISTRY
+    from twinpool.engine.kernels.plugins import load_plugins
     from twinpool.engine.loader import DTYPES
 
     kinds = {str(kind).removeprefix("torch."): kind for kind in DTYPES.values()}
@@ -36,6 +37,7 @@ def kernels_command(
     if layout not in (BLOCK_MAJOR, FP8_LATENT):
         raise fail(f"unknown layout {layout!r}; known: {BLOCK_MAJOR}, {FP8_LATENT}", EXIT_USAGE)
     capability = _capability(device)
+    load_plugins(REGISTRY)
     rows: list[dict[str, object]] = []
     for operation in REGISTRY.operations():
         verdicts = REGISTRY.explain(

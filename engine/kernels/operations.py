@@ -10,6 +10,7 @@ LSE is the natural logarithm of the sum of exponentials of the scaled scores. Su
 (float64 for float64 inputs); outputs have the query's dtype and LSE is float32 (or float64).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
-from twinpool.engine.kernels.registry import BLOCK_MAJOR, Capability, KernelRegistry
+from twinpool.engine.kernels.registry import BLOCK_MAJOR, Capability, KernelNotFoundError, KernelRegistry
 
 
 class AttentionResult(NamedTuple):
@@ -216,14 +217,33 @@ class Kernels:
         layout: str = BLOCK_MAJOR,
         backend: str | None = None,
     ) -> "Kernels":
-        """Raises KernelNotFoundError if an operation has no kernel that fits."""
+        """The kernels of ``backend`` where it has one that fits, the others by priority; None: all by priority.
+
+        Raises KernelNotFoundError if an operation has no kernel that fits, or ``backend`` none for any.
+        """
+        refused: list[str] = []
+        taken = 0
 
         def find(operation: str) -> object:
-            kernel = registry.select(
-                operation, capability=capability, dtype=dtype, layout=layout, backend=backend
-            )
-            return kernel.function
+            nonlocal taken
+            if backend is not None:
+                verdicts = registry.explain(
+                    operation, capability=capability, dtype=dtype, layout=layout, backend=backend
+                )
+                if verdicts and verdicts[0].chosen:
+                    taken += 1
+                    return verdicts[0].kernel.function
+                refused.extend(verdict.reason for verdict in verdicts if verdict.kernel.backend == backend)
+            return registry.select(operation, capability=capability, dtype=dtype, layout=layout).function
 
+        found = cls._of(find)
+        if backend is not None and not taken:
+            why = "; ".join(dict.fromkeys(refused)) or "none registered"
+            raise KernelNotFoundError(f"backend {backend} has no kernel that fits {capability}: {why}")
+        return found
+
+    @classmethod
+    def _of(cls, find: Callable[[str], object]) -> "Kernels":
         return cls(
             write_kv=cast(WriteKV, find("write_kv")),
             mla_paged_attention=cast(MlaPagedAttention, find("mla_paged_attention")),

@@ -38,7 +38,7 @@ def _add(operation: str, module: str, layouts: frozenset[str], note: str) -> Non
 
 
 _add("mla_paged_attention", "triton_launch", _PAGES, "balanced split, merge")
-_add("mla_expanded_attention", "triton_prefill", _PAGES, "expands runs of heads, online softmax")
+_add("mla_expanded_attention", "triton_prefill", _PAGES, "expands runs of heads, online softmax; not yet run on a device")
 _add("mla_rows", "triton_fused", _PAGES, "norm, rotation and store in one launch")
 _add("add_norm", "triton_fused", _EVERY, "one launch")
 _add("silu_mul", "triton_fused", _EVERY, "one launch")

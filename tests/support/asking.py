@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.support.oracle import Oracle
+from tests.support.oracle import Greedy
 from twinpool.client import Client, request
 from twinpool.errors import TABLE, TwinpoolError
 from twinpool.v1 import inference_pb2 as pb
@@ -36,7 +36,7 @@ class Outcome:
 
 async def ask(
     client: Client,
-    oracle: Oracle | None,
+    oracle: Greedy | None,
     prompt: Sequence[int],
     max_tokens: int,
     *,
@@ -88,7 +88,7 @@ async def ask(
 
 
 async def ask_again(
-    client: Client, oracle: Oracle, prompt: Sequence[int], max_tokens: int, *, tenant: str = ""
+    client: Client, oracle: Greedy, prompt: Sequence[int], max_tokens: int, *, tenant: str = ""
 ) -> tuple[Outcome, Outcome]:
     """Asks until a pair of workers answers for the second time: the first answer of all, and that one. The router may
     have its reasons to choose another pair for a while."""

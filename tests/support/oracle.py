@@ -4,10 +4,18 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
+
+
+class Greedy(Protocol):
+    """Whoever knows the answers."""
+
+    def greedy(
+        self, prompt: Sequence[int], max_tokens: int, *, stop: Sequence[int] = (), ignore_eos: bool = False
+    ) -> list[int]: ...
 
 
 class Oracle:

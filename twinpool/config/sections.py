@@ -62,6 +62,11 @@ class ModelSection(Section):
         default="latent",
         description="How a GQA model is run: through the latent (MLA) path by exact re-expression, or as it is.",
     )
+    kernels: str = Field(
+        default="",
+        max_length=64,
+        description="Backend of kernels to prefer (see twinpool kernels); empty: the fastest that fits the device.",
+    )
     max_context_tokens: int = Field(
         default=0,
         ge=0,

@@ -12,6 +12,7 @@ from twinpool._core import BlockManager, SchedulerConfig, StepScheduler
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.fingerprint import fingerprint
+from twinpool.engine.kernels import KernelNotFoundError
 from twinpool.engine.kv.host import HostPool
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
@@ -122,14 +123,18 @@ def build_stack(
     """
     started = time.monotonic()
     dtype, device, kv = DTYPES[config.model.dtype], config.worker.device, config.kv
-    model = load_model(
-        config.model.path,
-        dtype=dtype,
-        attention=config.model.attention,
-        device=device,
-        progress=LoadProgress(on_checked, cancelled),
-        kv_dtype=kv.dtype,
-    )
+    try:
+        model = load_model(
+            config.model.path,
+            dtype=dtype,
+            attention=config.model.attention,
+            device=device,
+            backend=config.model.kernels or None,
+            progress=LoadProgress(on_checked, cancelled),
+            kv_dtype=kv.dtype,
+        )
+    except KernelNotFoundError as error:
+        raise ConfigError(f"model.kernels: {error}", key="model.kernels") from None
     layers, rows, steps = model.kv_layout.layers, model.kv_rows, config.scheduler
     try:
         pool = KVPool(kv.num_blocks, layers, kv.block_tokens, rows.columns, rows.dtype, device)

@@ -2,11 +2,13 @@
 """Kernels are chosen by capability and priority, and every choice can be explained."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from twinpool.engine.kernels import (
+    BLOCK_MAJOR,
     REGISTRY,
     Capability,
     Kernel,
@@ -14,11 +16,14 @@ from twinpool.engine.kernels import (
     KernelRegistry,
     Kernels,
     Requirement,
+    plugins,
 )
 
 CPU = Capability("cpu")
 H200 = Capability("cuda", (9, 0), frozenset({"triton"}))
 L4 = Capability("cuda", (8, 9))
+BOTH = frozenset({torch.float32, torch.bfloat16})
+PAGES = frozenset({BLOCK_MAJOR})
 
 
 def registry() -> KernelRegistry:
@@ -94,3 +99,45 @@ def test_the_torch_backend_covers_every_operation(dtype: torch.dtype) -> None:
     assert needed <= set(REGISTRY.operations())
     chosen = Kernels.select(REGISTRY, Capability.of("cpu"), dtype, backend="torch")
     assert Kernels.select(REGISTRY, Capability.of("cpu"), dtype) == chosen
+
+
+def test_a_preferred_backend_serves_what_it_can() -> None:
+    chosen = Kernels.select(REGISTRY, H200, torch.bfloat16)
+    preferred = Kernels.select(REGISTRY, H200, torch.bfloat16, backend="triton")
+    assert preferred.mla_paged_attention != chosen.mla_paged_attention
+    assert preferred.moe == chosen.moe
+    assert preferred.gqa_paged_attention == chosen.gqa_paged_attention
+    with pytest.raises(
+        KernelNotFoundError, match="backend triton has no kernel that fits cpu: needs device cuda"
+    ):
+        Kernels.select(REGISTRY, CPU, torch.bfloat16, backend="triton")
+    with pytest.raises(
+        KernelNotFoundError, match="backend abacus has no kernel that fits cpu: none registered"
+    ):
+        Kernels.select(REGISTRY, CPU, torch.bfloat16, backend="abacus")
+
+
+def test_plugins_add_their_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails is left out."""
+
+    class Entry:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def load(self) -> Callable[[KernelRegistry], None]:
+            if self.name == "broken":
+                raise ImportError("no such library")
+            return lambda found: found.add(Kernel("norm", self.name, Requirement(), BOTH, PAGES, 30, print))
+
+    asked: list[str] = []
+
+    def entries(group: str) -> list[Entry]:
+        asked.append(group)
+        return [Entry("other"), Entry("broken")]
+
+    monkeypatch.setattr(plugins, "entry_points", entries)
+    found = registry()
+    plugins.load_plugins(found)
+    plugins.load_plugins(found)
+    assert asked == ["twinpool.kernels"]
+    assert found.select("norm", capability=CPU, dtype=torch.float32).backend == "other"
