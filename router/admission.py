@@ -90,6 +90,7 @@ class Admission:
             deadline=prepared.deadline.at or 0.0,
             bytes=prepared.size_bytes,
             preemptible=prepared.preemptible,
+            adapter=prepared.adapter,
         )
         if not submission.accepted:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()

@@ -106,6 +106,7 @@ class Prepared:
     tokenized: float
     deadline: Deadline
     drawn: int = 0
+    adapter: str = ""
     span: Span = OFF
 
     @property

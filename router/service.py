@@ -163,6 +163,7 @@ class InferenceService:
             logprobs=params.logprobs,
             priority=params.priority,
             preemptible=params.preemptible,
+            adapter=params.adapter,
             tenant=params.tenant,
             size_bytes=tokens.nbytes + hashes.nbytes,
             arrival=arrival,

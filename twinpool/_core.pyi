@@ -6,7 +6,7 @@ The core does no I/O and reads no clock: ``now`` is seconds, passed in. Hashes a
 Everything that the core returns as an array is a fresh array unless it says "view".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, final
 
 import numpy as np
@@ -349,6 +349,7 @@ class RouterCore:
         num_blocks: int,
         block_tokens: int,
         max_num_seqs: int,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Adds or updates a worker. Another incarnation replaces the old one as if it had been removed. role: "prefill"|"decode"; state: "starting"|"ready"|"draining"|"flipping"."""
     def remove_worker(self, now: float, name: str, incarnation: int) -> None:
@@ -429,8 +430,10 @@ class RouterCore:
         deadline: float = 0.0,
         bytes: int = 0,
         preemptible: bool = True,
+        adapter: str = "",
     ) -> Submission:
-        """``deadline`` is on the clock of ``now``; 0: none. ``preemptible`` False: no higher priority takes its place. CoreError for arguments out of range; a refusal is a Submission."""
+        """``deadline`` is on the clock of ``now``; 0: none. ``preemptible`` False: no higher priority takes its place. ``adapter``: only
+        workers that have it are chosen; empty: the base model. CoreError for arguments out of range; a refusal is a Submission."""
     def plan(self, now: float) -> list[Action]:
         """Places what can be placed, expires what must expire. Call after submit, after advance and on a timer."""
     def next_wake(self, now: float) -> float | None:

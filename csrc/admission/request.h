@@ -18,6 +18,7 @@ inline constexpr double k_never = std::numeric_limits<double>::infinity();
 struct Request {
   std::uint64_t id = 0;
   std::string request_id;
+  std::string adapter;
   std::uint32_t pool = 0;
   TenantId tenant = 0;
   std::int64_t prompt_tokens = 0;

@@ -43,6 +43,7 @@ struct SubmitArguments {
   double deadline = 0.0;  // on the same clock as now; 0: none
   std::span<const std::uint8_t> hashes;
   bool preemptible = true;
+  std::string adapter;  // empty: the base model
 };
 
 struct Submission {

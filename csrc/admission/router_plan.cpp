@@ -126,6 +126,7 @@ void RouterCore::decide(double now, const Request& request, placement::Decision&
                 sizeof query.anchor);
   }
   query.avoid = request.avoid;
+  query.adapter = request.adapter;
   query.any_load = any_load;
   placer_.choose(query, decision);
 }

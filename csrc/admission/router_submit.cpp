@@ -45,6 +45,7 @@ Submission RouterCore::submit(double now, const SubmitArguments& arguments) {
 
   Request request;
   request.request_id = arguments.request_id;
+  request.adapter = arguments.adapter;
   request.pool = to.id;
   request.tenant = tenant;
   request.prompt_tokens = arguments.prompt_tokens;

@@ -21,14 +21,15 @@ void bind_cluster(py::class_<Self>& core) {
       "upsert_worker",
       [](Self& self, double now, std::string name, std::uint64_t incarnation, std::string pool, const std::string& role,
          const std::string& state, std::string fingerprint, std::uint32_t num_blocks, std::uint32_t block_tokens,
-         std::uint32_t max_num_seqs) {
+         std::uint32_t max_num_seqs, std::vector<std::string> adapters) {
         make(self, calls::UpsertWorker{now,
                                        {std::move(name), incarnation, std::move(pool), placement::parse_role(role),
                                         placement::parse_worker_state(state), std::move(fingerprint), num_blocks,
-                                        block_tokens, max_num_seqs}});
+                                        block_tokens, max_num_seqs, std::move(adapters)}});
       },
       py::arg("now"), py::arg("name"), py::arg("incarnation"), py::arg("pool"), py::arg("role"), py::arg("state"),
-      py::arg("fingerprint"), py::arg("num_blocks"), py::arg("block_tokens"), py::arg("max_num_seqs"));
+      py::arg("fingerprint"), py::arg("num_blocks"), py::arg("block_tokens"), py::arg("max_num_seqs"),
+      py::arg("adapters") = std::vector<std::string>{});
   core.def(
       "remove_worker",
       [](Self& self, double now, const std::string& name, std::uint64_t incarnation) {
@@ -100,7 +101,7 @@ void bind_requests(py::class_<Self>& core) {
       "submit",
       [](Self& self, double now, std::string request_id, std::string pool, std::int64_t prompt_tokens,
          std::int64_t max_new_tokens, const py::array& hashes, std::int64_t n, int priority, std::string tenant,
-         double deadline, std::int64_t bytes, bool preemptible) {
+         double deadline, std::int64_t bytes, bool preemptible, std::string adapter) {
         const prefix::HashBytes span = bytes_of(hash_span(hashes, "hashes"));
         ad::SubmitArguments arguments{std::move(request_id),
                                       std::move(pool),
@@ -112,14 +113,15 @@ void bind_requests(py::class_<Self>& core) {
                                       priority,
                                       deadline,
                                       span,
-                                      preemptible};
+                                      preemptible,
+                                      std::move(adapter)};
         const CoreLock lock(self.mutex);
         return self.recorder([&] { return calls::Call(calls::Submit{now, arguments, copy_of(span)}); },
                              [&] { return self.core.submit(now, arguments); });
       },
       py::arg("now"), py::arg("request_id"), py::arg("pool"), py::arg("prompt_tokens"), py::arg("max_new_tokens"),
       py::arg("hashes"), py::kw_only(), py::arg("n") = 1, py::arg("priority") = 0, py::arg("tenant") = "",
-      py::arg("deadline") = 0.0, py::arg("bytes") = 0, py::arg("preemptible") = true);
+      py::arg("deadline") = 0.0, py::arg("bytes") = 0, py::arg("preemptible") = true, py::arg("adapter") = "");
   core.def("plan", [](Self& self, double now) { return make(self, calls::Plan{now}); }, py::arg("now"));
   core.def(
       "next_wake",

@@ -32,6 +32,8 @@ const char* name_of(Obstacle obstacle) noexcept {
     return "no_prefill_worker";
   case Obstacle::no_decode_worker:
     return "no_decode_worker";
+  case Obstacle::no_adapter:
+    return "no_adapter";
   case Obstacle::no_pair:
     return "no_pair";
   case Obstacle::prefill_window:
@@ -93,6 +95,10 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
   for (const std::uint32_t slot : workers_.of_pool(query.pool)) {
     const Worker& worker = workers_.at(slot);
     if (worker.spec.role != Role::prefill || worker.spec.state != WorkerState::ready) {
+      continue;
+    }
+    if (!worker.spec.has_adapter(query.adapter)) {
+      obstacle = std::max(obstacle, Obstacle::no_adapter);
       continue;
     }
     if (!worker.usable(query.now)) {

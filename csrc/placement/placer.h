@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "placement/worker_table.h"
@@ -34,7 +35,8 @@ struct Query {
   double waiting = 0.0;      // others of the pool that wait in the router
   std::uint64_t anchor = 0;  // of the prompt's content: what routers break ties alike by; 0: unknown
   std::span<const WorkerRef> avoid;
-  bool any_load = false;  // predict on ready workers as if all had room
+  std::string_view adapter;  // that a worker must have; empty: the base model
+  bool any_load = false;     // predict on ready workers as if all had room
 };
 
 /// Seconds of each part of a pair's cost.
@@ -77,6 +79,7 @@ enum class Obstacle : std::uint8_t {
   none,
   no_prefill_worker,  // none of the pool is ready
   no_decode_worker,
+  no_adapter,      // ready ones exist, but none that has the request's adapter
   no_pair,         // ready ones exist, but no two of one fingerprint
   prefill_window,  // every prefill worker's window is full
   prefill_blocks,

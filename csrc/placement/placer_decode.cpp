@@ -23,6 +23,10 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
       continue;
     }
     ++decode_workers_;
+    if (!worker.spec.has_adapter(query.adapter)) {
+      obstacle = std::max(obstacle, Obstacle::no_adapter);
+      continue;
+    }
     if (!worker.usable(query.now)) {
       note_retry(decision, worker.quarantined_until);
       continue;

@@ -2,9 +2,12 @@
 // One worker as the router sees it: what it is, what it reported, and what this router has placed on it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "placement/fit.h"
 
@@ -29,9 +32,14 @@ struct WorkerSpec {
   std::uint32_t num_blocks = 0;
   std::uint32_t block_tokens = 0;
   std::uint32_t max_num_seqs = 0;
+  std::vector<std::string> adapters;  // that it has loaded
   template <typename A>
   void archive(A& a) {
-    a(name, incarnation, pool, role, state, fingerprint, num_blocks, block_tokens, max_num_seqs);
+    a(name, incarnation, pool, role, state, fingerprint, num_blocks, block_tokens, max_num_seqs, adapters);
+  }
+  /// Every worker has the base model, whose name is empty.
+  [[nodiscard]] bool has_adapter(std::string_view adapter) const {
+    return adapter.empty() || std::find(adapters.begin(), adapters.end(), adapter) != adapters.end();
   }
 };
 

@@ -66,6 +66,7 @@ class Session:
             deadline=float(values.get("deadline", 0)),
             bytes=int(values.get("bytes", 0)),
             preemptible=values.get("preemptible", "1") == "1",
+            adapter=values.get("adapter", ""),
         )
         if submission.accepted:
             self.ids[name] = submission.request
@@ -96,7 +97,7 @@ def tenant(session: Session, names: list[str], values: Values) -> list[str]:
 
 
 def worker(session: Session, names: list[str], values: Values) -> list[str]:
-    """worker NAME... role= state= incarnation= pool= fingerprint= blocks= block_tokens= seqs="""
+    """worker NAME... role= state= incarnation= pool= fingerprint= blocks= block_tokens= seqs= adapters="""
     for name in names:
         session.core.upsert_worker(
             session.now,
@@ -109,6 +110,7 @@ def worker(session: Session, names: list[str], values: Values) -> list[str]:
             int(values.get("blocks", 1000)),
             int(values.get("block_tokens", 16)),
             int(values.get("seqs", 64)),
+            adapters=list(filter(None, values.get("adapters", "").split(","))),
         )
     return []
 
@@ -174,7 +176,7 @@ def learn(session: Session, names: list[str], values: Values) -> list[str]:
 
 
 def submit(session: Session, names: list[str], values: Values) -> list[str]:
-    """submit NAME... pool= prompt= output= n= priority= tenant= deadline= bytes= preemptible= hashes="""
+    """submit NAME... pool= prompt= output= n= priority= tenant= deadline= bytes= preemptible= adapter= hashes="""
     lines = []
     for name in names:
         result = session.submit(name, values)
