@@ -16,7 +16,9 @@ from twinpool.transfer.digest import pool_digest
 PIECE = TILE * STEPS
 
 
-@pytest.mark.parametrize("words", [1, 2, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7])
+@pytest.mark.parametrize(
+    "words", [1, 2, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7]
+)
 def test_device_and_host_agree(words: int) -> None:
     random = torch.Generator().manual_seed(words)
     pool = torch.randint(0, 256, (4, words * 8), dtype=torch.uint8, generator=random)
