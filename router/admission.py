@@ -44,6 +44,7 @@ class Admitted(Protocol):
 
     def on_leaving(self, decode: WorkerKey) -> bool:
         """A decode worker is about to leave: whether the answer moves away from it."""
+        ...
 
 
 def core_config(limits: RouterSection) -> AdmissionConfig:
