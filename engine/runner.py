@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes step plans: copies blocks, runs the model over the paged cache, draws the next tokens."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -60,6 +61,16 @@ class ModelRunner:
             max_positions=model.config.max_position_embeddings,
         )
 
+    @property
+    def limits(self) -> PlanLimits:
+        """What the numbers of a plan must lie in."""
+        return self._limits
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the first step of a shape pays for what the later ones use (graphs, kernels)."""
+        return self._device.type == "cuda"
+
     @torch.inference_mode()
     def step(self, plan: Plan, draws: Sequence[SequenceDraw]) -> StepResult:
         """Runs ``plan``; ``draws[i]`` says how to draw for ``plan.seq[i]`` (unused where nothing is sampled).
@@ -108,17 +119,25 @@ class ModelRunner:
         """
         started = time.monotonic()
         for plan in warmup_plans(self._limits, max_batched_tokens, max_num_seqs):
-            blocks = torch.from_numpy(np.unique(plan.block_table[plan.block_table >= 0]).astype(np.int64))
-            blocks = blocks.to(self._device)
-            saved = self._pool.tensor[blocks]
-            try:
+            with self.scratch(plan):
                 hidden = self._forward(plan, plan.q_start[1:].astype(np.int64) - 1)
                 sample(self._model.logits(hidden), [SequenceDraw(WARMUP_PARAMS)] * len(plan.seq))
-            finally:
-                self._pool.tensor[blocks] = saved
         seconds = time.monotonic() - started
         log.info("model_warm", seconds=round(seconds, 3))
         return seconds
+
+    @contextlib.contextmanager
+    def scratch(self, plan: PlanArrays) -> Iterator[None]:
+        """For runs of ``plan`` that nobody asked for: afterwards the blocks of its table are as they were."""
+        blocks = torch.from_numpy(np.unique(plan.block_table[plan.block_table >= 0]).astype(np.int64))
+        blocks = blocks.to(self._device)
+        saved = self._pool.tensor[blocks]
+        # Memory that was never written is one page of zeros to a CPU, which reads it faster than real KV.
+        self._pool.tensor[blocks] = saved
+        try:
+            yield
+        finally:
+            self._pool.tensor[blocks] = saved
 
     def _forward(self, plan: PlanArrays, last_rows: NDArray[np.int64]) -> Tensor:
         batch = AttentionBatch.build(

@@ -154,6 +154,21 @@ class Admission:
         )
         self.kick()
 
+    def seed_costs(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> bool:
+        """Lets the core predict with what the worker measured at its start, until it has learned more. What it has learned
+        is forgotten. False: the record has no usable measurement, and the core's own guesses stay."""
+        seeded = False
+        for kind, cost in (("prefill", record.prefill_cost), ("step", record.step_cost)):
+            coefficients = (cost.base_seconds, cost.unit_seconds, cost.context_seconds)
+            if not any(coefficients):
+                continue
+            try:
+                self.core.set_cost_model(key.name, key.incarnation, kind, *coefficients)
+                seeded = True
+            except CoreError as error:
+                log.warning("calibration_ignored", worker=str(key), kind=kind, detail=str(error))
+        return seeded
+
     def remove_worker(self, key: WorkerKey) -> None:
         """A worker that is registered no more."""
         self.core.remove_worker(time.monotonic(), key.name, key.incarnation)

@@ -83,6 +83,8 @@ class Fleet:
         self._connect = connect
         self._hello = hello
         self._workers: dict[WorkerKey, _Worker] = {}
+        # Whose calibration the core has. It gets it once: what it has learned since is worth more.
+        self._calibrated: set[WorkerKey] = set()
 
     async def close(self) -> None:
         """Ends every session."""
@@ -231,10 +233,13 @@ class Fleet:
         self._admission.upsert_worker(
             key, pool, _ROLES[record.role], _STATES.get(record.state, "starting"), record
         )
+        if key not in self._calibrated and self._admission.seed_costs(key, record):
+            self._calibrated.add(key)
         self._locality.follow(key, record)
 
     def _forget(self, key: WorkerKey) -> None:
         self._admission.remove_worker(key)
+        self._calibrated.discard(key)
         self._locality.drop(key)
         self._models.remove(key)
 

@@ -208,6 +208,12 @@ class WorkerSection(Section):
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:<index>."
     )
+    calibration_seconds: float = Field(
+        default=1.0,
+        ge=0,
+        le=60,
+        description="How long a starting worker may measure its prefill and decode steps, in seconds; 0: it does not.",
+    )
     report_interval_seconds: float = Field(
         default=0.25, ge=0.01, le=60, description="Time between two load reports to a router, in seconds."
     )

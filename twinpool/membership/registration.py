@@ -80,6 +80,14 @@ class Registration:
             self._value = self._encode()
         self._keeper.nudge()
 
+    def complete(self, facts: WorkerRecord) -> None:
+        """Adds what became known since the start: the fields that ``facts`` has set. Goes to etcd with the next change of
+        state."""
+        with self._lock:
+            if not isinstance(self._record, WorkerRecord):
+                raise TypeError("only a worker's record is completed")
+            self._record.MergeFrom(facts)
+
     async def stop(self) -> None:
         """Removes the record and ends the thread. Without etcd the record goes when its lease runs out."""
         await asyncio.to_thread(self._keeper.stop)

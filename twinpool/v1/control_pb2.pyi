@@ -80,6 +80,8 @@ class WorkerRecord(_message.Message):
     STARTED_AT_FIELD_NUMBER: _builtins.int
     EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
     REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PREFILL_COST_FIELD_NUMBER: _builtins.int
+    STEP_COST_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool it belongs to."""
     role: _worker_pb2.Role.ValueType
@@ -128,6 +130,18 @@ class WorkerRecord(_message.Message):
     def started_at(self) -> _timestamp_pb2.Timestamp:
         """When this incarnation started."""
 
+    @_builtins.property
+    def prefill_cost(self) -> Global___CostModel:
+        """What prefill takes, as measured at the start. Units: tokens that are not cached; context: those times the mean number
+        of tokens that each attends to. Absent: not measured.
+        """
+
+    @_builtins.property
+    def step_cost(self) -> Global___CostModel:
+        """What a decode step takes, as measured at the start. Units: sequences; context: tokens of all of them. Absent: not
+        measured.
+        """
+
     def __init__(
         self,
         *,
@@ -152,14 +166,46 @@ class WorkerRecord(_message.Message):
         started_at: _timestamp_pb2.Timestamp | None = ...,
         events_endpoint: _builtins.str = ...,
         replay_endpoint: _builtins.str = ...,
+        prefill_cost: Global___CostModel | None = ...,
+        step_cost: Global___CostModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_cost", b"prefill_cost", "started_at", b"started_at", "step_cost", b"step_cost", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
+
+@_typing.final
+class CostModel(_message.Message):
+    """Seconds that work takes: base_seconds + unit_seconds * units + context_seconds * context. None is negative."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_SECONDS_FIELD_NUMBER: _builtins.int
+    UNIT_SECONDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_SECONDS_FIELD_NUMBER: _builtins.int
+    base_seconds: _builtins.float
+    """Seconds, however small the work is."""
+    unit_seconds: _builtins.float
+    """Seconds a unit."""
+    context_seconds: _builtins.float
+    """Seconds a token of context."""
+    def __init__(
+        self,
+        *,
+        base_seconds: _builtins.float = ...,
+        unit_seconds: _builtins.float = ...,
+        context_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_seconds", b"base_seconds", "context_seconds", b"context_seconds", "unit_seconds", b"unit_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostModel: _TypeAlias = CostModel  # noqa: Y015
 
 @_typing.final
 class RouterRecord(_message.Message):

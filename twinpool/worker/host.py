@@ -20,13 +20,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from twinpool import metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
+from twinpool.engine.calibration import Calibration
 from twinpool.errors import ConfigError
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.logs import get_logger
 from twinpool.membership import Registration
 from twinpool.store import Store, connect_store
 from twinpool.v1 import worker_pb2 as pb
-from twinpool.v1.control_pb2 import WorkerRecord, WorkerState
+from twinpool.v1.control_pb2 import CostModel, WorkerRecord, WorkerState
 from twinpool.worker.commands import worker_id
 from twinpool.worker.kv_events import EventPublisher, SegmentWriter
 from twinpool.worker.serving import Serving
@@ -149,6 +150,7 @@ class WorkerHost:
         await self._server.set_serving(True)
         assert self._registration is not None
         self._start_events(self._events, self._store, self._registration)
+        self._registration.complete(_measured(stack.calibration))
         self._registration.update_state(WorkerState.WORKER_STATE_READY)
         self.ready = True
         self._watchdog = asyncio.create_task(self._watch(self._server, self._serving), name="watchdog")
@@ -278,6 +280,15 @@ class WorkerHost:
             await _quietly("store", asyncio.to_thread(self._store.close))
         self._registration = self._serving = self._server = self._store = None
         self._events = self._segments = None
+
+
+def _measured(calibration: Calibration) -> WorkerRecord:
+    """The fields of the record that the calibration gives."""
+    prefill, step = calibration
+    return WorkerRecord(
+        prefill_cost=None if prefill is None else CostModel(**prefill._asdict()),
+        step_cost=None if step is None else CostModel(**step._asdict()),
+    )
 
 
 async def _quietly(part: str, ending: Awaitable[object]) -> None:

@@ -3,13 +3,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from twinpool import metrics
 from twinpool._core import BlockManager, SchedulerConfig, StepScheduler
 from twinpool.config import TwinpoolConfig
+from twinpool.engine.calibration import Calibration, calibrate
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.fingerprint import fingerprint
 from twinpool.engine.kernels import KernelNotFoundError
@@ -42,7 +43,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class EngineStack:
-    """Everything that the step thread runs on. ``memory`` is the pool as the transfer layer sees it."""
+    """Everything that the step thread runs on. ``memory`` is the pool as the transfer layer sees it,
+    ``calibration`` what steps were found to take."""
 
     fingerprint: str
     pool: KVPool
@@ -51,6 +53,7 @@ class EngineStack:
     scheduler: StepScheduler
     runner: ModelRunner
     limits: Limits
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 class LoadProgress:
@@ -145,7 +148,7 @@ def build_stack(
     except MemoryError as error:
         raise ConfigError(f"kv.host_blocks: {error}", key="kv.host_blocks") from None
     runner = ModelRunner(model, pool, host=host, threads=config.worker.threads)
-    runner.warmup(max_batched_tokens=steps.max_chunk_tokens, max_num_seqs=steps.max_num_seqs)
+    calibration = _prepare(runner, config, cancelled)
     blocks = BlockManager(kv.num_blocks, kv.block_tokens, pool.generations)
     limits = SchedulerConfig(
         max_num_seqs=steps.max_num_seqs,
@@ -172,4 +175,18 @@ def build_stack(
             max_num_seqs=steps.max_num_seqs,
             vocab_size=facts.model.vocab_size,
         ),
+        calibration=calibration,
+    )
+
+
+def _prepare(runner: ModelRunner, config: TwinpoolConfig, cancelled: Callable[[], bool]) -> Calibration:
+    """Warms up and measures. To be done before there is a block manager: to it and to peers the pool is untouched."""
+    steps = config.scheduler
+    runner.warmup(max_batched_tokens=steps.max_chunk_tokens, max_num_seqs=steps.max_num_seqs)
+    return calibrate(
+        runner,
+        budget_seconds=config.worker.calibration_seconds,
+        max_chunk_tokens=steps.max_chunk_tokens,
+        max_num_seqs=steps.max_num_seqs,
+        cancelled=cancelled,
     )

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_pair import random_prompt
 
+from tests.support.quiescence import assert_quiescent, inspect
 from tests.support.waiting import until
 from tests.support.worker_client import AttemptFailedError, Request, RouterSession, next_message
 from twinpool import rpc
@@ -96,6 +97,13 @@ async def test_ready_then_stopped(model: Path, store: StoreServer) -> None:
         assert record.vocab_size == 300
         assert record.eos_token_ids
         assert record.kv_bytes_per_token > 0
+        for cost in (record.prefill_cost, record.step_cost):
+            coefficients = [cost.base_seconds, cost.unit_seconds, cost.context_seconds]
+            assert min(coefficients) >= 0
+            assert 0 < sum(coefficients) < 10
+        await assert_quiescent([host.endpoint])
+        counts = await inspect(host.endpoint)
+        assert (counts.free_blocks, counts.cached_blocks) == (24, 0)
     finally:
         await host.stop()
     assert _record(store, config) is None
@@ -103,6 +111,20 @@ async def test_ready_then_stopped(model: Path, store: StoreServer) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await _health(host.endpoint)
     await host.stop()
+
+
+async def test_without_calibration_the_record_has_none(model: Path, store: StoreServer) -> None:
+    config = _config(model, store.endpoint, worker={"calibration_seconds": 0.0})
+    host = WorkerHost(config, "prefill")
+    await host.start()
+    try:
+        await until(lambda: (found := _record(store, config)) and found.state == WORKER_STATE_READY)
+        record = _record(store, config)
+        assert record is not None
+        assert not record.HasField("prefill_cost")
+        assert not record.HasField("step_cost")
+    finally:
+        await host.stop()
 
 
 async def test_without_etcd_it_serves_all_the_same(model: Path) -> None:
