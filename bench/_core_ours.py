@@ -342,8 +342,11 @@ def router(quick: bool) -> Figures:
     for worker in range(64):
         core.index_stored(f"d{worker}", 1, stock[0][: 31 * (worker + 1)])
     calls = 100 if quick else 500
-    submit, place, _ = route(core, 2048, stock[1][:32], calls)
-    long_submit, long_place, life = route(core, CHAIN_BLOCKS * BLOCK_TOKENS, stock[0], calls)
+    short, long = (2048, stock[1][:32]), (CHAIN_BLOCKS * BLOCK_TOKENS, stock[0])
+    submit, place, short_life = route(core, *short, calls)
+    long_submit, long_place, life = route(core, *long, calls)
+    core.record(64 << 20)
+    recorded = [route(core, *prompt, calls)[-1] for prompt in (short, long)]
     tokens = tokens_of(100_000, 1)
     hashing = each_us(calls // 10, lambda _: lambda: hashes_of(tokens))
     return {
@@ -351,6 +354,10 @@ def router(quick: bool) -> Figures:
         "place_8x64_2k_us": place,
         "route_128k_us": long_submit,
         "place_8x64_us": long_place,
+        "life_2k_us": short_life,
+        "life_2k_recorded_us": recorded[0],
+        "life_128k_us": life,
+        "life_128k_recorded_us": recorded[1],
         "cores_at_99_requests_s_of_100k": 99 * (hashing + life) / 1e6,
     }
 

@@ -20,7 +20,8 @@ Figures, of a side (``ours.``, ``peer.``):
 - index: updates in batches of 256 blocks, resident bytes an entry (block and worker); churn: growth of resident memory
   over rounds of a million stores and removals.
 - recall: share of the blocks found of popular prompts where the index may take a half or a quarter of the bytes of all.
-- route, place: submit and plan of a router core over 8 x 64 pairs of workers.
+- route, place: submit and plan of a router core over 8 x 64 pairs of workers; life: all eight calls of a request; recorded:
+  while the core records them.
 """
 
 import json

@@ -43,6 +43,8 @@ class Router:
         self.incarnation = new_incarnation()
         self.endpoint = ""
         self.core = RouterCore(core_config(config.router))
+        if config.router.record_bytes:
+            self.core.record(config.router.record_bytes)
         self.background = Background()
         self.traces = TraceBook(self.core, config.router.trace_requests)
         self.admission = Admission(self.core, self.traces)
@@ -63,7 +65,14 @@ class Router:
         self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
         self.service = InferenceService(config, hops, self.models, self.tokenize)
         self.inspection = RouterInspection(
-            name, self.incarnation, self.fleet, self.locality, self.models, self.tokenize, self.traces
+            name,
+            self.incarnation,
+            self.fleet,
+            self.locality,
+            self.models,
+            self.tokenize,
+            self.traces,
+            max_message_bytes=config.router.max_message_bytes,
         )
         self._server = Server(
             config.rpc,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of RouterService: what operators ask of a router."""
 
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ from twinpool.v1 import router_pb2 as pb
 from twinpool.v1 import router_pb2_grpc
 
 TIMEOUT_SECONDS = 10.0
+RECORDING_TIMEOUT_SECONDS = 300.0
 
 
 class RouterClient:
@@ -51,5 +53,15 @@ class RouterClient:
             return await self._stub.TraceRequest(
                 pb.TraceRequestRequest(request_id=request_id), timeout=TIMEOUT_SECONDS
             )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def recording(self) -> AsyncIterator[pb.FetchRecordingResponse]:
+        """Pieces of the log of the router's core, in order. Raises RECORDING_OFF."""
+        try:
+            async for piece in self._stub.FetchRecording(
+                pb.FetchRecordingRequest(), timeout=RECORDING_TIMEOUT_SECONDS
+            ):
+                yield piece
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -8,6 +8,8 @@ namespace twinpool::admission {
 
 namespace {
 
+constexpr std::uint64_t k_spare_bytes = 64 << 10;  // the entry that makes a half full
+
 std::vector<double> config_values(const AdmissionConfig& config) {
   std::vector<double> values;
   for (const std::string_view field : AdmissionConfig::fields()) {
@@ -35,6 +37,9 @@ void Recorder::stop() {
 
 void Recorder::new_half() {
   newer_ = Half{};
+  // Strings that grow by doubling would take twice the bytes, and stop the core to move them.
+  newer_.state.reserve(older_.state.size() + older_.state.size() / 8);
+  newer_.calls.reserve(half_bytes_ + k_spare_bytes);
   core_.save(newer_.state);
 }
 
@@ -57,7 +62,12 @@ void Recorder::append(const std::string& entry) {
 }
 
 std::string Recorder::dump() const {
-  if (older_.count + newer_.count == 0) {
+  const std::string log = raw();
+  return log.empty() ? log : pack_log(log);
+}
+
+std::string Recorder::raw() const {
+  if (!on_ && older_.count + newer_.count == 0) {
     return {};
   }
   // The state of the newer half only matters where the older one is gone: its calls continue the older ones.
@@ -67,7 +77,7 @@ std::string Recorder::dump() const {
   writer(config_fields(), config_values(core_.config()), first.state, older_.count + newer_.count);
   raw += older_.calls;
   raw += newer_.calls;
-  return pack_log(raw);
+  return raw;
 }
 
 ReplayReport replay(std::span<const char> log, const std::function<void(const std::string&)>& print) {

@@ -22,11 +22,15 @@ class Recorder {
   explicit Recorder(RouterCore& core)
       : core_(core) {}
 
-  /// ``max_bytes`` bounds the calls of both halves together; each half also keeps a state.
+  /// ``max_bytes`` bounds the calls of both halves together, but for the last entry of each and 8 KiB as the least;
+  /// each half also keeps a state.
   void start(std::uint64_t max_bytes);
   void stop();
   [[nodiscard]] bool on() const noexcept { return on_; }
-  /// What was recorded since ``start``, or its newest part, compressed. Empty if nothing was.
+  /// What was recorded since ``start``, or its newest part, for ``pack_log``: copying it is all that needs the core to
+  /// stand still. Empty if nothing was and nothing will be.
+  [[nodiscard]] std::string raw() const;
+  /// The same, packed.
   [[nodiscard]] std::string dump() const;
 
   /// Makes the call and records it. ``call`` gives a calls::Call alternative and is asked only while recording is on.

@@ -191,8 +191,14 @@ void bind_recorder(py::class_<Self>& core) {
   core.def("recorded", [](Self& self) {
     std::string log;
     {
-      const UnlockedCoreLock lock(self.mutex);
-      log = self.recorder.dump();
+      const py::gil_scoped_release release;
+      {
+        const std::lock_guard lock(self.mutex);
+        log = self.recorder.raw();
+      }
+      if (!log.empty()) {
+        log = admission::pack_log(log);
+      }
     }
     return py::bytes(log);
   });

@@ -254,6 +254,10 @@ TEST(AdmissionReplay, NothingIsRecordedUnlessAskedFor) {
   Recorder recorder(core);
   recorder([]() -> Call { throw std::logic_error("asked"); }, [] { return calls::Nothing{}; });
   EXPECT_TRUE(recorder.dump().empty());
+  recorder.start(1);
+  const auto report = replay(recorder.dump(), {});
+  EXPECT_TRUE(report.equal) << "a log of no calls is one";
+  EXPECT_EQ(report.calls, 0U);
 }
 
 }  // namespace

@@ -31,6 +31,13 @@ class RouterSection(Section):
         le=1 << 20,
         description="Requests whose steps and reasons are kept for `twinpool trace`, some 8 KB each; 0: none.",
     )
+    record_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 30,
+        description="Most memory of the newest calls to the core and their outcomes, kept for `twinpool core record`, in bytes; "
+        "two states of the core, index included, come on top. 0: none are kept.",
+    )
     token_cache_bytes: int = Field(
         default=256 * MiB,
         ge=0,

@@ -296,6 +296,13 @@ _OPERATION = (
         "Stop what listens there, or use port 0 for a free one.",
     ),
     ErrorSpec(
+        "RECORDING_OFF",
+        C.FAILED_PRECONDITION,
+        False,
+        "the router does not record the calls to its core",
+        "Start it with router.record_bytes above 0.",
+    ),
+    ErrorSpec(
         "SERVER_UNREACHABLE",
         C.UNAVAILABLE,
         True,

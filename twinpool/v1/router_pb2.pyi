@@ -743,3 +743,46 @@ class TraceRequestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TraceRequestResponse: _TypeAlias = TraceRequestResponse  # noqa: Y015
+
+@_typing.final
+class FetchRecordingRequest(_message.Message):
+    """Asks for what the router's core was called with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRecordingRequest: _TypeAlias = FetchRecordingRequest  # noqa: Y015
+
+@_typing.final
+class FetchRecordingResponse(_message.Message):
+    """A piece of the log; the pieces are in order, and the log is whole when the stream ends well."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    """Size of the whole log."""
+    data: _builtins.bytes
+    """The next bytes of it."""
+    def __init__(
+        self,
+        *,
+        total_bytes: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRecordingResponse: _TypeAlias = FetchRecordingResponse  # noqa: Y015

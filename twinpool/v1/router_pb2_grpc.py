@@ -50,6 +50,11 @@ class RouterServiceStub:
                 request_serializer=twinpool_dot_v1_dot_router__pb2.TraceRequestRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_router__pb2.TraceRequestResponse.FromString,
                 _registered_method=True)
+        self.FetchRecording = channel.unary_stream(
+                '/twinpool.v1.RouterService/FetchRecording',
+                request_serializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -77,6 +82,14 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchRecording(self, request, context):
+        """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
+        names, no text and no tokens. RECORDING_OFF without router.record_bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.TraceRequest,
                     request_deserializer=twinpool_dot_v1_dot_router__pb2.TraceRequestRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_router__pb2.TraceRequestResponse.SerializeToString,
+            ),
+            'FetchRecording': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchRecording,
+                    request_deserializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class RouterService:
             '/twinpool.v1.RouterService/TraceRequest',
             twinpool_dot_v1_dot_router__pb2.TraceRequestRequest.SerializeToString,
             twinpool_dot_v1_dot_router__pb2.TraceRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinpool.v1.RouterService/FetchRecording',
+            twinpool_dot_v1_dot_router__pb2.FetchRecordingRequest.SerializeToString,
+            twinpool_dot_v1_dot_router__pb2.FetchRecordingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class RouterServiceStub:
     """Which workers hold the beginning of a prompt."""
     TraceRequest: _grpc.UnaryUnaryMultiCallable[_router_pb2.TraceRequestRequest, _router_pb2.TraceRequestResponse]
     """What happened to a request, and why it was placed where it was. Holds no text and no tokens."""
+    FetchRecording: _grpc.UnaryStreamMultiCallable[_router_pb2.FetchRecordingRequest, _router_pb2.FetchRecordingResponse]
+    """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
+    names, no text and no tokens. RECORDING_OFF without router.record_bytes.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -51,6 +55,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Which workers hold the beginning of a prompt."""
     TraceRequest: _aio.UnaryUnaryMultiCallable[_router_pb2.TraceRequestRequest, _router_pb2.TraceRequestResponse]  # type: ignore[assignment]
     """What happened to a request, and why it was placed where it was. Holds no text and no tokens."""
+    FetchRecording: _aio.UnaryStreamMultiCallable[_router_pb2.FetchRecordingRequest, _router_pb2.FetchRecordingResponse]  # type: ignore[assignment]
+    """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
+    names, no text and no tokens. RECORDING_OFF without router.record_bytes.
+    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators ask of a router: what it knows, and why it decided as it did."""
@@ -78,5 +86,15 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.TraceRequestResponse, _abc.Awaitable[_router_pb2.TraceRequestResponse]]:
         """What happened to a request, and why it was placed where it was. Holds no text and no tokens."""
+
+    @_abc_1.abstractmethod
+    def FetchRecording(
+        self,
+        request: _router_pb2.FetchRecordingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_router_pb2.FetchRecordingResponse], _abc.AsyncIterator[_router_pb2.FetchRecordingResponse]]:
+        """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
+        names, no text and no tokens. RECORDING_OFF without router.record_bytes.
+        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
