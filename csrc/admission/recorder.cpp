@@ -8,7 +8,7 @@ namespace twinpool::admission {
 
 namespace {
 
-constexpr std::uint64_t k_spare_bytes = 64 << 10;  // the entry that makes a half full
+constexpr std::uint64_t k_spare_bytes = std::uint64_t{64} << 10U;  // the entry that makes a half full
 
 std::vector<double> config_values(const AdmissionConfig& config) {
   std::vector<double> values;

@@ -32,7 +32,7 @@ struct Cluster {
   void worker(const std::string& name, placement::Role role, std::uint64_t incarnation = 1, std::uint32_t blocks = 1000,
               std::uint32_t seqs = 64, const std::string& fingerprint = "fp", const std::string& pool = "m",
               placement::WorkerState state = placement::WorkerState::ready) {
-    core.upsert_worker(now, {name, incarnation, pool, role, state, fingerprint, blocks, 16, seqs});
+    core.upsert_worker(now, {name, incarnation, pool, role, state, fingerprint, blocks, 16, seqs, {}});
   }
   void prefill(int count) {
     for (int i = 0; i < count; ++i) {
