@@ -38,6 +38,7 @@ class Session {
     config.prefix_fetch = (bits >> 2U) & 1U;
     config.early_rejection = (bits >> 3U) & 1U;
     config.refuse_without_workers = (bits >> 4U) & 1U;
+    config.max_resumes = (bits >> 5U) & 3U;
     config.preemption_grace_seconds = 0.1;
     config.prefill_window_tokens = 600;
     config.transfer_window_requests = 3;
@@ -102,6 +103,7 @@ class Session {
     arguments.deadline = bytes_.below(3) == 0 ? now_ + 0.5 : 0.0;
     const auto blocks = hashes();
     arguments.hashes = blocks;
+    arguments.preemptible = arguments.priority != 0;
     const Submission submission = core_.submit(now_, arguments);
     if (submission.accepted) {
       expect(attempts_.emplace(submission.request, 1).second, "a number is used once");
@@ -139,6 +141,10 @@ class Session {
                                                             : "";
     const std::uint32_t attempt = live->second - (bytes_.below(8) == 0 ? 1 : 0);
     const std::string before(core_.state(id));
+    if (event == Requeue::name && before == Retrying::name && bytes_.below(2) == 0) {
+      const auto blocks = hashes();
+      expect(core_.extend(id, longest_ += 16, 1 + bytes_.below(40), blocks), "what is retried can go on");
+    }
     try {
       const Transition transition = core_.advance(now_, id, attempt, event, detail);
       expect(transition.applied || transition.state == before, "what is ignored changes nothing");
@@ -179,6 +185,7 @@ class Session {
   Bytes bytes_;
   RouterCore core_;
   double now_ = 0.0;
+  std::int64_t longest_ = 530;                       // prompts only grow
   std::map<std::uint64_t, std::uint32_t> attempts_;  // of living requests
 };
 
