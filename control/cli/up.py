@@ -44,6 +44,9 @@ def up(
     ] = None,
 ) -> None:
     """Start a local cluster in the background; `twinpool down` stops it."""
+    settings = parse_settings(setting or [])
+    # The name may come either way; the state of a running cluster is kept under it.
+    cluster = str(settings.get("cluster.name", cluster))
     running = state.read(cluster)
     if running is not None and running.alive():
         raise fail(
@@ -57,7 +60,7 @@ def up(
         "pools.prefill_workers": prefill,
         "pools.decode_workers": decode,
     }
-    loaded = read_config(config, overrides | parse_settings(setting or []))
+    loaded = read_config(config, overrides | settings)
     process = _spawn(loaded, embedded_store)
     try:
         with stages(True) as progress:

@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_nothing(
 
 
 def test_up_serves_until_down(env: dict[str, str], checkpoints: dict[str, Path]) -> None:
-    run(env, "up", "--model", str(checkpoints["qwen3"]), "--cluster", "one", *SMALL)
+    run(env, "up", "--model", str(checkpoints["qwen3"]), "--set", "cluster.name=one", *SMALL)
     try:
         workers = json.loads(run(env, "get", "workers", "--cluster", "one", "-o", "json").stdout)
         assert {worker["role"] for worker in workers} == {"prefill", "decode"}
