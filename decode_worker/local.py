@@ -33,7 +33,7 @@ class LocalPrefills:
         total = self._limits.blocks_of(len(prompt)) + 1
         if not work.preemptible and work.draw.n == 1:
             # The scheduler gives it all its blocks at once.
-            total = max(total, self._limits.blocks_of(len(prompt) + work.draw.params.max_tokens - 1))
+            total = max(total, self._limits.blocks_of(len(prompt) + work.draw.remaining - 1))
         # The last token is computed whatever is cached.
         cached, needed = self._check_room(
             prompt, (len(prompt) - 1) // self._limits.block_tokens, total, work.draw.n

@@ -29,6 +29,7 @@ def draw_spec(
     min_tokens: int = 0,
     logprobs: int | None = None,
     seed: int = 11,
+    drawn: int = 0,
 ) -> pb.DrawSpec:
     """Every default filled in; greedy unless a temperature is given."""
     sampling = SamplingParams(
@@ -42,7 +43,9 @@ def draw_spec(
         seed=seed,
     )
     conditions = StopConditions(max_tokens=max_tokens, min_tokens=min_tokens)
-    return pb.DrawSpec(sampling=sampling, stop=conditions, stop_token_ids=list(stop), n=n, logprobs=logprobs)
+    return pb.DrawSpec(
+        sampling=sampling, stop=conditions, stop_token_ids=list(stop), n=n, logprobs=logprobs, drawn=drawn
+    )
 
 
 def set_deadline(command: pb.DecodeCommand | pb.PrefillCommand, seconds: float | None) -> None:
