@@ -2,13 +2,13 @@
 """Workers that end in good order under load: no request fails, and every answer is the one that nobody interrupted."""
 
 import asyncio
-import itertools
 
 import pytest
 
 from tests.faults.test_restarts import DECODERS, restart
 from tests.support.asking import Outcome, ask
 from tests.support.fleet import BLOCK, Fleet
+from tests.support.load import under_load
 from tests.support.steps import prompt
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -47,25 +47,11 @@ async def test_a_decode_worker_that_drains_hands_its_answers_over(routed: Fleet)
 
 
 async def test_a_rolling_restart_under_load_fails_nothing(routed: Fleet) -> None:
-    stop = asyncio.Event()
-    outcomes: list[Outcome] = []
-
-    async def load(stream: int) -> None:
-        async with routed.client() as client:
-            for number in itertools.count():
-                if stop.is_set():
-                    return
-                tokens = prompt(1 + (37 * number + 61 * stream) % 100, 92 + stream)
-                outcomes.append(await ask(client, routed.oracle, tokens, ANSWER_TOKENS))
-
-    clients = [asyncio.create_task(load(stream)) for stream in range(3)]
-    for name in list(routed.workers):
-        done = len(outcomes)
-        while len(outcomes) < done + 3:  # noqa: ASYNC110 - answers come over the wire
-            await asyncio.sleep(0.01)
-        assert await ended(routed, name) == 0
-        await restart(routed, name)
-    stop.set()
-    await asyncio.gather(*clients)
+    async with under_load(routed, seed=92, longest=100, max_tokens=ANSWER_TOKENS) as load:
+        for name in list(routed.workers):
+            await load.more(3)
+            assert await ended(routed, name) == 0
+            await restart(routed, name)
+    outcomes = load.outcomes
     assert [outcome.reason for outcome in outcomes if outcome.error is not None] == []
     assert all(len(outcome.tokens) == ANSWER_TOKENS for outcome in outcomes)

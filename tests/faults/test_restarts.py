@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.asking import Outcome, ask
 from tests.support.fleet import BLOCK, Fleet, available_port
+from tests.support.load import under_load
 from tests.support.steps import legs, prompt
 from twinpool.transfer.base import Fault
 
@@ -87,28 +88,14 @@ async def test_a_worker_that_comes_back_on_the_same_address(routed: Fleet, role:
     port = {"worker.port": available_port()}
     routed.workers[name].kill()
     await restart(routed, name, port)
-    stop = asyncio.Event()
-    outcomes: list[Outcome] = []
-
-    async def load(stream: int) -> None:
-        async with routed.client() as client:
-            for number in itertools.count():
-                if stop.is_set():
-                    return
-                tokens = prompt(1 + (37 * number + 61 * stream) % 150, 74 + stream)
-                outcomes.append(await ask(client, routed.oracle, tokens, 6))
-
-    clients = [asyncio.create_task(load(stream)) for stream in range(3)]
-    for _ in range(rounds):
-        done = len(outcomes)
-        while len(outcomes) < done + 6:  # noqa: ASYNC110 - answers come over the wire
-            await asyncio.sleep(0.01)
-        endpoint = routed.workers[name].endpoint
-        routed.workers[name].kill()
-        await restart(routed, name, port)
-        assert routed.workers[name].endpoint == endpoint
-    stop.set()
-    await asyncio.gather(*clients)
+    async with under_load(routed, seed=74, longest=150, max_tokens=6) as load:
+        for _ in range(rounds):
+            await load.more(6)
+            endpoint = routed.workers[name].endpoint
+            routed.workers[name].kill()
+            await restart(routed, name, port)
+            assert routed.workers[name].endpoint == endpoint
+    outcomes = load.outcomes
     reasons = {outcome.reason for outcome in outcomes if outcome.error is not None}
     assert reasons <= LOST
     assert sum(outcome.finished is not None for outcome in outcomes) >= len(outcomes) / 2
