@@ -33,12 +33,18 @@ def running_on(cluster: FakeCluster, killed: list[str]) -> str | None:
     return None
 
 
+def client_has_tokens(cluster: FakeCluster) -> bool:
+    """A router that is slow to hear of drawn tokens has nothing to go on from yet, and would place the request anew."""
+    waiting = cluster.router.admission._waiting.values()
+    return all(owner._delivered for owner in waiting)  # type: ignore[attr-defined]
+
+
 async def kill_under(cluster: FakeCluster, request: inference_pb2.GenerateRequest, kills: int = 1) -> Answer:
     """Asks, and kills the decode worker so often while the answer runs."""
     task = asyncio.create_task(cluster.ask(request))
     killed: list[str] = []
     for _ in range(kills):
-        await until(lambda: running_on(cluster, killed))
+        await until(lambda: running_on(cluster, killed) and client_has_tokens(cluster))
         name = running_on(cluster, killed)
         assert name is not None
         killed.append(name)
