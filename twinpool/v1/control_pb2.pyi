@@ -37,6 +37,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """Takes no new work."""
     WORKER_STATE_FLIPPING: _WorkerState.ValueType  # 4
     """Changes its role."""
+    WORKER_STATE_UNREADY: _WorkerState.ValueType  # 5
+    """Registered, but not fit for work now: a loop of it or its transfer path stands still."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """A worker's state in etcd."""
@@ -51,6 +53,8 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
 """Takes no new work."""
 WORKER_STATE_FLIPPING: WorkerState.ValueType  # 4
 """Changes its role."""
+WORKER_STATE_UNREADY: WorkerState.ValueType  # 5
+"""Registered, but not fit for work now: a loop of it or its transfer path stands still."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
