@@ -44,6 +44,10 @@ def _both(field: str, path: str, why: str) -> FieldRule:
     return FieldRule(field, path, path, "prefill+decode", why)
 
 
+def _kept(field: str, path: str, why: str) -> FieldRule:
+    return FieldRule(field, "", path, "router", why)
+
+
 def _sampling(name: str) -> FieldRule:
     return _both(
         f"sampling.{name}",
@@ -72,6 +76,9 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _both("preemptible", "preemptible", "each worker decides whose blocks to take"),
     _both("tenant", "prompt.root_hash", "salts the block hashes: tenants share no prefix"),
     _both("adapter", "prompt.root_hash", "part of the namespace of the block hashes"),
+    _kept("resume_grace.seconds", "portable.grace.seconds", "how long the decode worker keeps the tokens"),
+    _kept("resume_grace.nanos", "portable.grace.nanos", "how long the decode worker keeps the tokens"),
+    _kept("idempotency_key", "portable.key", "by its digest a router finds an answer whose router is lost"),
 )
 """One row for each leaf field of GenerateRequest."""
 
@@ -121,6 +128,7 @@ def decode_command(
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None and owner is None else None,
         traceparent=prepared.span.traceparent,
+        portable=prepared.portable,
     )
 
 

@@ -45,7 +45,11 @@ _REASONS: Final[dict[int, str]] = {
     pb.FAILURE_REASON_DEADLINE: "DEADLINE_EXCEEDED",
     # The router mints the ids: a fault of ours and no client's.
     pb.FAILURE_REASON_DUPLICATE: "INTERNAL",
+    pb.FAILURE_REASON_TAKEN_OVER: "STREAM_SUPERSEDED",
 }
+
+# As the core calls a reason that it has no row for: no other placement would help.
+_CORE_NAMES: Final[dict[int, str]] = {pb.FAILURE_REASON_TAKEN_OVER: "INVALID"}
 
 
 def said_by(message: pb.AttemptFailed, key: WorkerKey, side: str, *, reserving: bool) -> Outcome:
@@ -55,7 +59,7 @@ def said_by(message: pb.AttemptFailed, key: WorkerKey, side: str, *, reserving: 
     A reason that this version does not know counts as INTERNAL.
     """
     known = message.reason if message.reason in _REASONS else pb.FAILURE_REASON_INTERNAL
-    name = pb.FailureReason.Name(known).removeprefix("FAILURE_REASON_")
+    name = _CORE_NAMES.get(known) or pb.FailureReason.Name(known).removeprefix("FAILURE_REASON_")
     text = f"{key.name}: {message.detail or name}"
     refused = reserving and known == pb.FAILURE_REASON_NO_CAPACITY
     if refused:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from twinpool.rpc import Deadline
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as inference
+from twinpool.v1.resume_pb2 import PortableRequest
 
 # gRPC ends a call at its deadline by another clock than ours.
 _CLOCK_SLACK_SECONDS: Final = 0.02
@@ -81,7 +82,8 @@ class Prepared:
     ``request_id`` is minted by the router and unique in the cluster; ``client_id`` is what the client called it.
     ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``. ``arrival`` and ``tokenized`` are
     ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored. ``drawn``: ids at
-    the prompt's end that are output already, where an answer goes on.
+    the prompt's end that are output already, where an answer goes on. ``portable``: what another router needs of it, if it can
+    be resumed; the decode worker keeps it.
     """
 
     request_id: str
@@ -108,6 +110,7 @@ class Prepared:
     drawn: int = 0
     adapter: str = ""
     span: Span = OFF
+    portable: PortableRequest | None = None
 
     @property
     def remaining_tokens(self) -> int:

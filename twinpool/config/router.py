@@ -280,3 +280,31 @@ class RouterSection(Section):
     drain_timeout_seconds: float = Field(
         default=30.0, ge=0, le=86400, description="Longest wait for running streams at a stop, in seconds."
     )
+
+    resume_grace_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        le=86400,
+        description="How long an answer with an idempotency key goes on and is kept without a client, if its request does not say.",
+    )
+    max_resume_grace_seconds: float = Field(
+        default=300.0, ge=0, le=86400, description="Longest resume_grace of a request, in seconds."
+    )
+    resume_bytes: int = Field(
+        default=256 * MiB,
+        ge=0,
+        le=1 << 40,
+        description="Most memory of resumable answers, in bytes: some 20 to 40 a token. Above it ended ones are forgotten early, "
+        "and while all that run take more, no request gets a resume grace.",
+    )
+    takeover_timeout_seconds: float = Field(
+        default=2.0,
+        gt=0,
+        le=60,
+        description="Longest wait for other routers and for workers when an answer of another router is asked for, in seconds.",
+    )
+    resume_key_file: str = Field(
+        default="",
+        description="File with the key that seals resume tokens, at least 16 bytes, the same for all routers. "
+        "Empty: one that the first router puts into etcd.",
+    )

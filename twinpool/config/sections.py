@@ -220,11 +220,35 @@ class WorkerSection(Section):
     drain_timeout_seconds: float = Field(
         default=30.0, ge=0, le=86400, description="Longest wait for running requests at a stop, in seconds."
     )
+    hang_seconds: float = Field(
+        default=20.0,
+        ge=0.5,
+        le=3600,
+        description="How long a loop may stand still with work at hand before the worker ends its sessions, in seconds. Above any step.",
+    )
+    give_up_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        le=86400,
+        description="How long a loop may stand still before the worker ends itself, to be started anew, in seconds; 0: it never does.",
+    )
     linger_seconds: float = Field(
         default=1.0,
         ge=0,
         le=3600,
         description="How long a worker that had to wait for running requests at a stop goes on serving its cached blocks to others.",
+    )
+    max_kept_answers: int = Field(
+        default=1024,
+        ge=0,
+        le=1 << 20,
+        description="Most resumable answers whose tokens a decode worker keeps for another router; the oldest go first.",
+    )
+    kept_bytes: int = Field(
+        default=64 * MiB,
+        ge=0,
+        le=1 << 40,
+        description="Most memory of those answers, in bytes: 4 a token, prompts included.",
     )
 
 

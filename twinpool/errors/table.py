@@ -108,6 +108,37 @@ _REQUEST = (
         "a request with this id is in flight",
         "Wait for it to end, or choose another request id.",
     ),
+    _invalid(
+        "INVALID_RESUME",
+        "the resume grace, the idempotency key or the position is not valid",
+        "Use the limits that the message names.",
+    ),
+    _invalid(
+        "RESUME_TOKEN_INVALID",
+        "the resume token is not one of this cluster",
+        "Send the token of GenerateStarted as it came; after the cluster's key was changed, send the request again.",
+    ),
+    ErrorSpec(
+        "RESUME_LOST",
+        C.NOT_FOUND,
+        False,
+        "nobody in the cluster has this answer (any more)",
+        "Send the request again, with the seed of GenerateStarted for the same tokens.",
+    ),
+    ErrorSpec(
+        "IDEMPOTENCY_MISMATCH",
+        C.ALREADY_EXISTS,
+        False,
+        "another request was sent with this idempotency key",
+        "Use a new key for each request.",
+    ),
+    ErrorSpec(
+        "STREAM_SUPERSEDED",
+        C.ABORTED,
+        False,
+        "another stream has attached to this answer",
+        "Nothing: the newest stream has the rest of the answer.",
+    ),
 )
 
 _ADMISSION = (
@@ -117,6 +148,20 @@ _ADMISSION = (
         True,
         "the queue is full",
         "Retry after the delay in RetryInfo; add workers if it stays so.",
+    ),
+    ErrorSpec(
+        "RESUME_FULL",
+        C.RESOURCE_EXHAUSTED,
+        True,
+        "the router keeps as much of resumable answers as it may",
+        "Retry, or ask without a resume grace; the operator sets router.resume_bytes.",
+    ),
+    ErrorSpec(
+        "RESUME_UNREACHABLE",
+        C.UNAVAILABLE,
+        True,
+        "who may have this answer cannot be reached now",
+        "Resume again after a moment.",
     ),
     ErrorSpec(
         "TENANT_RATE",
@@ -169,6 +214,13 @@ _ADMISSION = (
     ),
     ErrorSpec(
         "DRAINING", C.UNAVAILABLE, True, "this process is shutting down", "Retry: another one will answer."
+    ),
+    ErrorSpec(
+        "WORKER_HUNG",
+        C.UNAVAILABLE,
+        True,
+        "a loop of the worker stands still",
+        "Routers place its requests elsewhere by themselves. If it stays so, see the worker's log and restart it.",
     ),
     ErrorSpec(
         "CANCELLED", C.CANCELLED, False, "the request was cancelled", "Nothing: the caller ended the request."

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwinpool/v1/inference.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"Z\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\"\xd2\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\xa2\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\x8b\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.twinpool.v1.StopConditions\x12\t\n\x01n\x18\x07 \x01(\r\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x18\n\x0bpreemptible\x18\r \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_logprobsB\x0e\n\x0c_preemptible\"\xae\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.GenerateStartedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.GenerateTokensH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.twinpool.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"Y\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.twinpool.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\"\x81\x01\n\x0eGenerateTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"\xa0\x01\n\x0c\x43hoiceFinish\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"n\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\"\xf4\x02\n\nHopTimings\x12+\n\x08tokenize\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07reserve\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07handoff\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x0cHandoffStats\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12,\n\tread_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa9\x02\n\x10GenerateFinished\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.ChoiceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.twinpool.v1.Usage\x12(\n\x07timings\x18\x03 \x01(\x0b\x32\x17.twinpool.v1.HopTimings\x12*\n\x07handoff\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12/\n\x0cprefix_fetch\x18\x08 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\"e\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"A\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"\xab\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x06 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x07 \x01(\r\x12\r\n\x05ready\x18\x08 \x01(\x08\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.twinpool.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf5\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.twinpool.v1.GenerateRequest\x1a\x1d.twinpool.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.twinpool.v1.TokenizeRequest\x1a\x1d.twinpool.v1.TokenizeResponse\x12M\n\nListModels\x12\x1e.twinpool.v1.ListModelsRequest\x1a\x1f.twinpool.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwinpool/v1/inference.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"Z\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\"\xd2\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\xa2\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xd5\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.twinpool.v1.StopConditions\x12\t\n\x01n\x18\x07 \x01(\r\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x18\n\x0bpreemptible\x18\r \x01(\x08H\x02\x88\x01\x01\x12/\n\x0cresume_grace\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fidempotency_key\x18\x0f \x01(\tB\x08\n\x06promptB\x0b\n\t_logprobsB\x0e\n\x0c_preemptible\"\xae\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.GenerateStartedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.GenerateTokensH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.twinpool.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"o\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0cresume_token\x18\x05 \x01(\x0c\"B\n\rResumeRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x12\n\nnext_index\x18\x02 \x03(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"A\n\x0eResumeResponse\x12/\n\x08response\x18\x01 \x01(\x0b\x32\x1d.twinpool.v1.GenerateResponse\".\n\rCancelRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.twinpool.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\"\x81\x01\n\x0eGenerateTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"\xa0\x01\n\x0c\x43hoiceFinish\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"n\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\"\xf4\x02\n\nHopTimings\x12+\n\x08tokenize\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07reserve\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07handoff\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x0cHandoffStats\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12,\n\tread_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa9\x02\n\x10GenerateFinished\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.ChoiceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.twinpool.v1.Usage\x12(\n\x07timings\x18\x03 \x01(\x0b\x32\x17.twinpool.v1.HopTimings\x12*\n\x07handoff\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12/\n\x0cprefix_fetch\x18\x08 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\"e\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"A\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"\xab\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x06 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x07 \x01(\r\x12\r\n\x05ready\x18\x08 \x01(\x08\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.twinpool.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xfd\x02\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.twinpool.v1.GenerateRequest\x1a\x1d.twinpool.v1.GenerateResponse0\x01\x12\x43\n\x06Resume\x12\x1a.twinpool.v1.ResumeRequest\x1a\x1b.twinpool.v1.ResumeResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.twinpool.v1.CancelRequest\x1a\x1b.twinpool.v1.CancelResponse\x12G\n\x08Tokenize\x12\x1c.twinpool.v1.TokenizeRequest\x1a\x1d.twinpool.v1.TokenizeResponse\x12M\n\nListModels\x12\x1e.twinpool.v1.ListModelsRequest\x1a\x1f.twinpool.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3163
-  _globals['_FINISHREASON']._serialized_end=3258
+  _globals['_FINISHREASON']._serialized_start=3475
+  _globals['_FINISHREASON']._serialized_end=3570
   _globals['_TOKENIDS']._serialized_start=76
   _globals['_TOKENIDS']._serialized_end=99
   _globals['_CHATMESSAGE']._serialized_start=101
@@ -45,37 +45,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCONDITIONS']._serialized_start=581
   _globals['_STOPCONDITIONS']._serialized_end=743
   _globals['_GENERATEREQUEST']._serialized_start=746
-  _globals['_GENERATEREQUEST']._serialized_end=1141
-  _globals['_GENERATERESPONSE']._serialized_start=1144
-  _globals['_GENERATERESPONSE']._serialized_end=1318
-  _globals['_GENERATESTARTED']._serialized_start=1320
-  _globals['_GENERATESTARTED']._serialized_end=1409
-  _globals['_TOKENLOGPROB']._serialized_start=1411
-  _globals['_TOKENLOGPROB']._serialized_end=1460
-  _globals['_POSITIONLOGPROBS']._serialized_start=1462
-  _globals['_POSITIONLOGPROBS']._serialized_end=1563
-  _globals['_GENERATETOKENS']._serialized_start=1566
-  _globals['_GENERATETOKENS']._serialized_end=1695
-  _globals['_CHOICEFINISH']._serialized_start=1698
-  _globals['_CHOICEFINISH']._serialized_end=1858
-  _globals['_USAGE']._serialized_start=1860
-  _globals['_USAGE']._serialized_end=1970
-  _globals['_HOPTIMINGS']._serialized_start=1973
-  _globals['_HOPTIMINGS']._serialized_end=2345
-  _globals['_HANDOFFSTATS']._serialized_start=2347
-  _globals['_HANDOFFSTATS']._serialized_end=2438
-  _globals['_GENERATEFINISHED']._serialized_start=2441
-  _globals['_GENERATEFINISHED']._serialized_end=2738
-  _globals['_TOKENIZEREQUEST']._serialized_start=2740
-  _globals['_TOKENIZEREQUEST']._serialized_end=2841
-  _globals['_TOKENIZERESPONSE']._serialized_start=2843
-  _globals['_TOKENIZERESPONSE']._serialized_end=2908
-  _globals['_LISTMODELSREQUEST']._serialized_start=2910
-  _globals['_LISTMODELSREQUEST']._serialized_end=2929
-  _globals['_MODEL']._serialized_start=2932
-  _globals['_MODEL']._serialized_end=3103
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3105
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3161
-  _globals['_INFERENCESERVICE']._serialized_start=3261
-  _globals['_INFERENCESERVICE']._serialized_end=3506
+  _globals['_GENERATEREQUEST']._serialized_end=1215
+  _globals['_GENERATERESPONSE']._serialized_start=1218
+  _globals['_GENERATERESPONSE']._serialized_end=1392
+  _globals['_GENERATESTARTED']._serialized_start=1394
+  _globals['_GENERATESTARTED']._serialized_end=1505
+  _globals['_RESUMEREQUEST']._serialized_start=1507
+  _globals['_RESUMEREQUEST']._serialized_end=1573
+  _globals['_RESUMERESPONSE']._serialized_start=1575
+  _globals['_RESUMERESPONSE']._serialized_end=1640
+  _globals['_CANCELREQUEST']._serialized_start=1642
+  _globals['_CANCELREQUEST']._serialized_end=1688
+  _globals['_CANCELRESPONSE']._serialized_start=1690
+  _globals['_CANCELRESPONSE']._serialized_end=1721
+  _globals['_TOKENLOGPROB']._serialized_start=1723
+  _globals['_TOKENLOGPROB']._serialized_end=1772
+  _globals['_POSITIONLOGPROBS']._serialized_start=1774
+  _globals['_POSITIONLOGPROBS']._serialized_end=1875
+  _globals['_GENERATETOKENS']._serialized_start=1878
+  _globals['_GENERATETOKENS']._serialized_end=2007
+  _globals['_CHOICEFINISH']._serialized_start=2010
+  _globals['_CHOICEFINISH']._serialized_end=2170
+  _globals['_USAGE']._serialized_start=2172
+  _globals['_USAGE']._serialized_end=2282
+  _globals['_HOPTIMINGS']._serialized_start=2285
+  _globals['_HOPTIMINGS']._serialized_end=2657
+  _globals['_HANDOFFSTATS']._serialized_start=2659
+  _globals['_HANDOFFSTATS']._serialized_end=2750
+  _globals['_GENERATEFINISHED']._serialized_start=2753
+  _globals['_GENERATEFINISHED']._serialized_end=3050
+  _globals['_TOKENIZEREQUEST']._serialized_start=3052
+  _globals['_TOKENIZEREQUEST']._serialized_end=3153
+  _globals['_TOKENIZERESPONSE']._serialized_start=3155
+  _globals['_TOKENIZERESPONSE']._serialized_end=3220
+  _globals['_LISTMODELSREQUEST']._serialized_start=3222
+  _globals['_LISTMODELSREQUEST']._serialized_end=3241
+  _globals['_MODEL']._serialized_start=3244
+  _globals['_MODEL']._serialized_end=3415
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3417
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3473
+  _globals['_INFERENCESERVICE']._serialized_start=3573
+  _globals['_INFERENCESERVICE']._serialized_end=3954
 # @@protoc_insertion_point(module_scope)

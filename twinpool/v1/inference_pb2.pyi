@@ -271,6 +271,8 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    RESUME_GRACE_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's served name. Empty: the only model of the cluster."""
     text: _builtins.str
@@ -291,6 +293,10 @@ class GenerateRequest(_message.Message):
     """Whether a worker may take its blocks from it for another request; it goes on later, with no token lost. Unset: yes.
     One that may not gets the blocks of its whole answer at once, so set stop.max_tokens with it.
     """
+    idempotency_key: _builtins.str
+    """At most 128 characters. Another request of the tenant with this key, while the answer is made or kept, attaches to it
+    instead of running again. Implies a resume grace.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -306,6 +312,12 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def stop(self) -> Global___StopConditions:
         """When to stop."""
+
+    @_builtins.property
+    def resume_grace(self) -> _duration_pb2.Duration:
+        """How long the answer goes on, and is kept, while no client reads it: with the token of GenerateStarted it can be
+        resumed on any router. Unset or 0: a client that leaves cancels it, unless there is an idempotency key.
+        """
 
     def __init__(
         self,
@@ -323,10 +335,12 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         adapter: _builtins.str = ...,
         preemptible: _builtins.bool | None = ...,
+        resume_grace: _duration_pb2.Duration | None = ...,
+        idempotency_key: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -391,6 +405,7 @@ class GenerateStarted(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     model: _builtins.str
@@ -399,6 +414,8 @@ class GenerateStarted(_message.Message):
     """Length of the prompt."""
     seed: _builtins.int
     """Seed in use."""
+    resume_token: _builtins.bytes
+    """For Resume and Cancel; empty if the request did not ask for a resume grace. A later one replaces an earlier one."""
     def __init__(
         self,
         *,
@@ -406,14 +423,119 @@ class GenerateStarted(_message.Message):
         model: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
+        resume_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateStarted: _TypeAlias = GenerateStarted  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """Asks for the rest of an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """The last token that GenerateStarted returned."""
+    tenant: _builtins.str
+    """The tenant of the request."""
+    @_builtins.property
+    def next_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each choice, how many tokens the client has; missing ones count as 0."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+        next_index: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_index", b"next_index", "tenant", b"tenant", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """One event of the answer. The first one is `started`, with a new resume token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """The event. Tokens begin at next_index."""
+
+    def __init__(
+        self,
+        *,
+        response: Global___GenerateResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequest(_message.Message):
+    """Ends an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """The last token that GenerateStarted returned."""
+    tenant: _builtins.str
+    """The tenant of the request."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    """The answer has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether it was still being made or kept anywhere."""
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

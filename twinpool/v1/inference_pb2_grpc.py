@@ -40,6 +40,16 @@ class InferenceServiceStub:
                 request_serializer=twinpool_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/twinpool.v1.InferenceService/Resume',
+                request_serializer=twinpool_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/twinpool.v1.InferenceService/Cancel',
+                request_serializer=twinpool_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/twinpool.v1.InferenceService/Tokenize',
                 request_serializer=twinpool_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -58,6 +68,20 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Generates a continuation and streams it as it is made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Attaches again to an answer that was asked for with a resume grace, on any router of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends such an answer for good. Without it, one whose client has gone ends when its grace has passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +108,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=twinpool_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=twinpool_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=twinpool_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -124,6 +158,60 @@ class InferenceService:
             '/twinpool.v1.InferenceService/Generate',
             twinpool_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             twinpool_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinpool.v1.InferenceService/Resume',
+            twinpool_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            twinpool_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.InferenceService/Cancel',
+            twinpool_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            twinpool_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from twinpool.v1 import control_pb2 as _control_pb2
 from twinpool.v1 import inference_pb2 as _inference_pb2
+from twinpool.v1 import resume_pb2 as _resume_pb2
 from twinpool.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -786,3 +787,73 @@ class FetchRecordingResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRecordingResponse: _TypeAlias = FetchRecordingResponse  # noqa: Y015
+
+@_typing.final
+class HandOverRequest(_message.Message):
+    """Asks for a resumable answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    ASKER_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.str
+    """The stream; empty: it is asked for by key."""
+    key: _builtins.bytes
+    """Digest of tenant and idempotency key."""
+    forget: _builtins.bool
+    """End it and forget it: the client has cancelled."""
+    asker: _builtins.str
+    """The router that asks."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+        forget: _builtins.bool = ...,
+        asker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+
+@_typing.final
+class HandOverResponse(_message.Message):
+    """What the router knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    error_reason: _builtins.str
+    """Why the answer has ended, if it has and cannot go on: a reason of the error table."""
+    error_message: _builtins.str
+    """The error in words."""
+    pending: _builtins.bool
+    """A request with this key is about to start there."""
+    @_builtins.property
+    def state(self) -> _resume_pb2.PortableState:
+        """Unset: it does not have the answer."""
+
+    def __init__(
+        self,
+        *,
+        state: _resume_pb2.PortableState | None = ...,
+        error_reason: _builtins.str = ...,
+        error_message: _builtins.str = ...,
+        pending: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "error_reason", b"error_reason", "pending", b"pending", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class RouterServiceStub:
                 request_serializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingResponse.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/twinpool.v1.RouterService/HandOver',
+                request_serializer=twinpool_dot_v1_dot_router__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_router__pb2.HandOverResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -90,6 +95,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOver(self, request, context):
+        """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.FetchRecording,
                     request_deserializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_router__pb2.FetchRecordingResponse.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=twinpool_dot_v1_dot_router__pb2.HandOverRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_router__pb2.HandOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class RouterService:
             '/twinpool.v1.RouterService/FetchRecording',
             twinpool_dot_v1_dot_router__pb2.FetchRecordingRequest.SerializeToString,
             twinpool_dot_v1_dot_router__pb2.FetchRecordingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.RouterService/HandOver',
+            twinpool_dot_v1_dot_router__pb2.HandOverRequest.SerializeToString,
+            twinpool_dot_v1_dot_router__pb2.HandOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

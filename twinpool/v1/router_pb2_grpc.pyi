@@ -43,6 +43,8 @@ class RouterServiceStub:
     """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
     names, no text and no tokens. RECORDING_OFF without router.record_bytes.
     """
+    HandOver: _grpc.UnaryUnaryMultiCallable[_router_pb2.HandOverRequest, _router_pb2.HandOverResponse]
+    """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -59,6 +61,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
     names, no text and no tokens. RECORDING_OFF without router.record_bytes.
     """
+    HandOver: _aio.UnaryUnaryMultiCallable[_router_pb2.HandOverRequest, _router_pb2.HandOverResponse]  # type: ignore[assignment]
+    """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators ask of a router: what it knows, and why it decided as it did."""
@@ -96,5 +100,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         """The newest calls to the core of the router and what it decided, for `twinpool core replay`. Holds block hashes, ids and
         names, no text and no tokens. RECORDING_OFF without router.record_bytes.
         """
+
+    @_abc_1.abstractmethod
+    def HandOver(
+        self,
+        request: _router_pb2.HandOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.HandOverResponse, _abc.Awaitable[_router_pb2.HandOverResponse]]:
+        """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from twinpool.v1 import inference_pb2 as _inference_pb2
+from twinpool.v1 import resume_pb2 as _resume_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -73,6 +74,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """An attempt of this id is already running."""
     FAILURE_REASON_NOT_CACHED: _FailureReason.ValueType  # 10
     """The owner does not hold the prefix (any more); never fails an attempt."""
+    FAILURE_REASON_TAKEN_OVER: _FailureReason.ValueType  # 11
+    """Another router goes on with the answer; do not retry."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why a leg did not succeed."""
@@ -99,6 +102,8 @@ FAILURE_REASON_DUPLICATE: FailureReason.ValueType  # 9
 """An attempt of this id is already running."""
 FAILURE_REASON_NOT_CACHED: FailureReason.ValueType  # 10
 """The owner does not hold the prefix (any more); never fails an attempt."""
+FAILURE_REASON_TAKEN_OVER: FailureReason.ValueType  # 11
+"""Another router goes on with the answer; do not retry."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
@@ -431,6 +436,7 @@ class DecodeCommand(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PORTABLE_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
@@ -465,6 +471,12 @@ class DecodeCommand(_message.Message):
     def prefix(self) -> Global___PrefixSource:
         """Pull this prefix first. Where that fails it is computed, and the attempt goes on."""
 
+    @_builtins.property
+    def portable(self) -> _resume_pb2.PortableRequest:
+        """For an answer that can be resumed: what another router needs of the request. The worker keeps it, with the tokens drawn,
+        for the grace after the attempt ends.
+        """
+
     def __init__(
         self,
         *,
@@ -478,10 +490,11 @@ class DecodeCommand(_message.Message):
         prefix: Global___PrefixSource | None = ...,
         preemptible: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
+        portable: _resume_pb2.PortableRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -496,6 +509,9 @@ class CancelCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    keep: _builtins.bool
+    """Whether what another router would need of it is kept for its grace: the answer goes on, or its client may lack the end."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt. Unknown ones are acknowledged too."""
@@ -504,10 +520,11 @@ class CancelCommand(_message.Message):
         self,
         *,
         id: Global___AttemptId | None = ...,
+        keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "keep", b"keep"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1010,6 +1027,7 @@ class InspectResponse(_message.Message):
     BYTES_READ_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     FENCE_FAILURES_FIELD_NUMBER: _builtins.int
+    KEPT_ANSWERS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Its role now."""
     total_blocks: _builtins.int
@@ -1036,6 +1054,8 @@ class InspectResponse(_message.Message):
     """Bytes of KV a token takes, over all layers."""
     fence_failures: _builtins.int
     """Fence failures since the start."""
+    kept_answers: _builtins.int
+    """Answers whose tokens are kept for another router. They hold no blocks."""
     @_builtins.property
     def worker(self) -> Global___WorkerId:
         """Who answers."""
@@ -1057,11 +1077,66 @@ class InspectResponse(_message.Message):
         bytes_read: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
         fence_failures: _builtins.int = ...,
+        kept_answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class TakeOverRequest(_message.Message):
+    """Asks for a resumable answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.str
+    """The stream; empty: it is asked for by key."""
+    key: _builtins.bytes
+    """Digest of tenant and idempotency key."""
+    forget: _builtins.bool
+    """End it and forget it: the client has cancelled."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+        forget: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverRequest: _TypeAlias = TakeOverRequest  # noqa: Y015
+
+@_typing.final
+class TakeOverResponse(_message.Message):
+    """What the worker knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> _resume_pb2.PortableState:
+        """Unset: it knows nothing of it."""
+
+    def __init__(
+        self,
+        *,
+        state: _resume_pb2.PortableState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverResponse: _TypeAlias = TakeOverResponse  # noqa: Y015

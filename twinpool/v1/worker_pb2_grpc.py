@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/twinpool.v1.WorkerService/TakeOver',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.TakeOverResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -66,6 +71,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeOver(self, request, context):
+        """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
+        it that still runs here ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +91,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.InspectRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.InspectResponse.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.TakeOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class WorkerService:
             '/twinpool.v1.WorkerService/Inspect',
             twinpool_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/TakeOver',
+            twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.TakeOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

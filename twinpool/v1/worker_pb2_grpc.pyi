@@ -39,6 +39,10 @@ class WorkerServiceStub:
     """
     Inspect: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectResponse]
     """The worker's counts, for operators and for the quiescence check."""
+    TakeOver: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]
+    """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
+    it that still runs here ends.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -51,6 +55,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Inspect: _aio.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectResponse]  # type: ignore[assignment]
     """The worker's counts, for operators and for the quiescence check."""
+    TakeOver: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]  # type: ignore[assignment]
+    """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
+    it that still runs here ends.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a router says to a worker. A worker serves it."""
@@ -72,5 +80,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.InspectResponse, _abc.Awaitable[_worker_pb2.InspectResponse]]:
         """The worker's counts, for operators and for the quiescence check."""
+
+    @_abc_1.abstractmethod
+    def TakeOver(
+        self,
+        request: _worker_pb2.TakeOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.TakeOverResponse, _abc.Awaitable[_worker_pb2.TakeOverResponse]]:
+        """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
+        it that still runs here ends.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

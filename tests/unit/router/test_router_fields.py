@@ -2,6 +2,7 @@
 """The table of fields is complete, and the commands are what it says."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from twinpool.rpc import Deadline
 from twinpool.v1 import inference_pb2 as inference
 from twinpool.v1 import worker_pb2 as worker
 from twinpool.v1.control_pb2 import WorkerRecord
+from twinpool.v1.resume_pb2 import PortableRequest
 
 GROUP = Group("default", "fake", "fp", "llama", 258, 16, 4096, 256, (257,), "/models/fake")
 
@@ -107,6 +109,10 @@ EXPECTED: dict[str, Any] = {
     "preemptible": lambda p: p.preemptible,
     "tenant": lambda p: p.root,
     "adapter": lambda p: p.root,
+    # Of a request that cannot be resumed, nothing is kept.
+    "resume_grace.seconds": lambda p: 0,
+    "resume_grace.nanos": lambda p: 0,
+    "idempotency_key": lambda p: b"",
 } | {
     f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))
     for field in inference.SamplingParams.DESCRIPTOR.fields
@@ -166,6 +172,18 @@ def test_a_decode_leg_that_computes_the_prompt_gets_all_that_prefill_gets(prepar
     assert not local.owner_endpoint
     for name in ("id", "prompt", "draw", "priority", "preemptible", "prefix"):
         assert getattr(local, name) == getattr(prefill, name)
+
+
+@given(requests())
+def test_what_another_router_needs_goes_to_the_decode_leg_alone(prepared: Prepared) -> None:
+    portable = PortableRequest(stream_id="s", key=b"k", digest=b"d", moves=2)
+    portable.grace.FromMilliseconds(1500)
+    kept = replace(prepared, portable=portable)
+    assert decode_command(kept, ATTEMPT, OWNER).portable == portable
+    assert not decode_command(prepared, ATTEMPT, OWNER).HasField("portable")
+    assert prefill_command(kept, ATTEMPT, OTHER, 0) == prefill_command(prepared, ATTEMPT, OTHER, 0) or (
+        prepared.deadline.at is not None
+    )
 
 
 def test_tenants_share_no_prefix() -> None:
