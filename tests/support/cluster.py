@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import psutil
 
-from tests.support.quiescence import assert_quiescent
+from tests.support.quiescence import QUIET_SECONDS, assert_quiescent
 from twinpool.client import Client
 from twinpool.config import RpcConfig, load_config, to_env
 from twinpool.control.state import LocalState
@@ -49,7 +49,7 @@ class Cluster:
                 raise AssertionError(f"ListWorkers: {error}") from error
             return list(response.workers)
 
-    async def assert_quiescent(self, within: float = 5.0) -> None:
+    async def assert_quiescent(self, within: float = QUIET_SECONDS) -> None:
         """Every registered worker is at rest and is a live process."""
         records = await self.workers()
         assert records, "no worker is registered"

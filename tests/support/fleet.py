@@ -20,7 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fault_seam import ENTRY, PLAN_VARIABLE
 from tests.support.oracle import Oracle, oracle
-from tests.support.quiescence import assert_quiescent
+from tests.support.quiescence import QUIET_SECONDS, assert_quiescent
+from tests.support.waiting import GIVE_UP_SECONDS
 from tests.support.worker_client import (
     Request,
     RouterSession,
@@ -39,7 +40,7 @@ from twinpool.worker.seam import SEAM_VARIABLE
 BLOCK = 16
 POOL_BLOCKS = 24
 ROOT = Path(__file__).parents[2]
-COMMAND_SECONDS = 10.0
+COMMAND_SECONDS = 60.0
 
 
 class Faults:
@@ -78,14 +79,14 @@ class Faults:
     def clear(self) -> None:
         self._ask(do="clear")
 
-    async def landed(self, seconds: float = 20.0) -> None:
+    async def landed(self, seconds: float = GIVE_UP_SECONDS) -> None:
         """Waits until no read is held back any more."""
         deadline = time.monotonic() + seconds
         while self.count("late"):
             assert time.monotonic() < deadline, "a read is still held back"
             await asyncio.sleep(0.005)
 
-    async def reached(self, name: str, count: int, seconds: float = 20.0) -> None:
+    async def reached(self, name: str, count: int, seconds: float = GIVE_UP_SECONDS) -> None:
         """Waits until a count is at least ``count``."""
         deadline = time.monotonic() + seconds
         while self.count(name) < count:
@@ -157,7 +158,7 @@ class Fleet:
         eos = list(record.eos_token_ids)
         return Request(prompt, name, record.fingerprint, **({"stop": eos} | spec))  # type: ignore[arg-type]
 
-    async def assert_quiet(self, *names: str, within: float = 5.0) -> None:
+    async def assert_quiet(self, *names: str, within: float = QUIET_SECONDS) -> None:
         chosen = [self.workers[name] for name in names] or self.live
         await assert_quiescent([worker.endpoint for worker in chosen], within=within)
 
@@ -213,7 +214,7 @@ class Fleet:
     def router_metric(self, sample: str, **labels: str) -> float:
         return _scrape(self.router_record.metrics_endpoint, sample, labels)
 
-    async def assert_router_quiet(self, within: float = 5.0) -> None:
+    async def assert_router_quiet(self, within: float = QUIET_SECONDS) -> None:
         """No request is in flight, queued or placed in the router's books."""
         names = ("inflight_requests", "num_requests_running", "num_requests_waiting", "queue_tokens")
         deadline = time.monotonic() + within

@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ from twinpool.transfer.nixl import NixlAgent
 from twinpool.transfer.thread import TransferThread
 
 FINGERPRINT = "test-model"
-_ANSWER_SECONDS = 20.0
+_ANSWER_SECONDS = 60.0
 
 
 def pattern(block: int, salt: int, block_bytes: int) -> NDArray[np.uint8]:
@@ -154,19 +153,22 @@ class PeerProcess:
         return self._connection.recv()
 
 
-def waiter(done: Callable[[Any], None] | None = None) -> tuple[Callable[..., None], Callable[[float], Any]]:
-    """A callback and a function that waits for its call and returns what it was called with."""
-    event = threading.Event()
-    got: list[Any] = []
+class Called:
+    """A callback that can be waited for."""
 
-    def callback(*arguments: Any) -> None:
-        got.append(arguments[0] if arguments else None)
-        if done is not None:
-            done(got[-1])
-        event.set()
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._got: Any = None
 
-    def wait(seconds: float) -> Any:
-        assert event.wait(seconds), f"no answer within {seconds:g} s"
-        return got[0]
+    def __call__(self, *arguments: Any) -> None:
+        self._got = arguments[0] if arguments else None
+        self._event.set()
 
-    return callback, wait
+    @property
+    def came(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> Any:
+        """What it was called with, once it was called."""
+        assert self._event.wait(_ANSWER_SECONDS), f"no answer within {_ANSWER_SECONDS:g} s"
+        return self._got

@@ -9,6 +9,9 @@ from twinpool.config import RpcConfig
 from twinpool.rpc import channel
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
 
+QUIET_SECONDS = 20.0
+"""Many times what it takes, and still well under the usual lease of 30 s: nothing may have waited for a lease to end."""
+
 
 async def inspect(endpoint: str) -> worker_pb2.InspectResponse:
     """A worker's own counts."""
@@ -35,7 +38,7 @@ def unrest(counts: worker_pb2.InspectResponse) -> list[str]:
     return found
 
 
-async def assert_quiescent(endpoints: Iterable[str], *, within: float = 5.0) -> None:
+async def assert_quiescent(endpoints: Iterable[str], *, within: float = QUIET_SECONDS) -> None:
     """Polls every worker until it holds nothing; fails with what is left after ``within`` seconds."""
     deadline = time.monotonic() + within
     pending = list(endpoints)

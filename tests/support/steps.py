@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.support.fleet import Fleet
 from tests.support.worker_client import (
+    ANSWER_SECONDS,
     Answer,
     AttemptFailedError,
     Request,
@@ -79,7 +80,7 @@ class Legs:
             session.send(request.cancel())
         for session in chosen:
             queue = session.attempt(request.request_id, request.attempt)
-            while (await asyncio.wait_for(queue.get(), 20)).WhichOneof("message") != "cancelled":
+            while (await asyncio.wait_for(queue.get(), ANSWER_SECONDS)).WhichOneof("message") != "cancelled":
                 pass
 
 
@@ -93,7 +94,7 @@ async def legs(fleet: Fleet, prefill: str = "prefill-0", decode: str = "decode-0
 async def failure_of(queue: asyncio.Queue[pb.SessionResponse]) -> pb.AttemptFailed:
     """The failure that ends an attempt on one leg. Fails on a token: an attempt that fails must not have drawn one."""
     while True:
-        message = await asyncio.wait_for(queue.get(), 20)
+        message = await asyncio.wait_for(queue.get(), ANSWER_SECONDS)
         kind = message.WhichOneof("message")
         if kind == "failed":
             return message.failed

@@ -5,9 +5,12 @@ import asyncio
 from collections.abc import Callable
 
 POLL_SECONDS = 0.002
+GIVE_UP_SECONDS = 60.0
+"""How long a test waits for what must happen: far beyond what a loaded machine needs, since only a failing test waits so
+long."""
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = GIVE_UP_SECONDS) -> None:
     """Returns once ``condition()`` is true; raises TimeoutError after ``seconds``."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - there is no event to wait for

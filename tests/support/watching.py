@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from tests.support.waiting import GIVE_UP_SECONDS
 from twinpool.store import Batch, Origin, PrefixWatch, Store
 
 Seen = tuple[str, str | None]
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = GIVE_UP_SECONDS) -> None:
     """Returns once ``condition()`` is true; fails after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

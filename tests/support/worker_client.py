@@ -24,7 +24,7 @@ from twinpool.v1 import worker_pb2_grpc
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
 
 START_SECONDS = 60.0
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 60.0
 
 _ENTRY = """
 import sys
@@ -177,7 +177,7 @@ class RouterSession:
         """Hello and Welcome. ``incarnation`` overrides the worker's own."""
         welcomed = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(incarnation, welcomed))
-        self.welcome = await asyncio.wait_for(welcomed, 10)
+        self.welcome = await asyncio.wait_for(welcomed, ANSWER_SECONDS)
 
     def send(self, message: pb.SessionRequest) -> None:
         self._out.put_nowait(message)
@@ -354,7 +354,7 @@ async def generate(
 
 
 async def wait_until(
-    condition: Callable[[pb.InspectResponse], bool], endpoint: str, seconds: float = 10.0
+    condition: Callable[[pb.InspectResponse], bool], endpoint: str, seconds: float = ANSWER_SECONDS
 ) -> None:
     """Polls a worker's counts until ``condition`` holds."""
     deadline = asyncio.get_running_loop().time() + seconds

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.nixl_peer import PeerProcess, Worker, pattern, waiter
+from tests.support.nixl_peer import Called, PeerProcess, Worker, pattern
+from tests.support.watching import wait_until
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.transfer.base import Blocks, Fault, PoolMemory, TransferError
 from twinpool.transfer.descriptor import DescriptorError, from_message, to_message
 from twinpool.transfer.fence import HandoffFault, check_generations
 from twinpool.transfer.nixl import NixlAgent
-from twinpool.transfer.pull import PullOutcome
 
 NUM_BLOCKS = 48
 BLOCK_BYTES = 73_728
@@ -63,26 +63,37 @@ def owner(name: str, ucx_tls: str) -> PeerProcess:
 
 
 def connect(reader: Worker, peer: PeerProcess) -> TransferError | None:
-    callback, wait = waiter()
-    reader.thread.connect(peer.descriptor, callback)
-    result: TransferError | None = wait(10.0)
+    connected = Called()
+    reader.thread.connect(peer.descriptor, connected)
+    result: TransferError | None = connected.wait()
     return result
 
 
 def start(
-    reader: Worker, peer: PeerProcess, remote: Blocks, local: Blocks, deadline_seconds: float = 10.0
-) -> tuple[Callable[[float], PullOutcome], Callable[[float], None]]:
-    on_done, done = waiter()
-    on_fenced, fenced = waiter()
+    reader: Worker, peer: PeerProcess, remote: Blocks, local: Blocks, deadline_seconds: float = 60.0
+) -> tuple[Called, Called]:
+    done = Called()
+    fenced = Called()
     reader.thread.pull(
         peer.descriptor.worker,
         remote,
         local,
         deadline_seconds=deadline_seconds,
-        on_done=on_done,
-        on_fenced=on_fenced,
+        on_done=done,
+        on_fenced=fenced,
     )
     return done, fenced
+
+
+def polled(reader: Worker) -> None:
+    """Returns when the thread has polled what it has in flight a few times: each round takes the commands of the last."""
+    for _ in range(5):
+        done = Called()
+        stranger = WorkerKey("stranger", 1)
+        reader.thread.pull(
+            stranger, blocks(0), blocks(0), deadline_seconds=60, on_done=done, on_fenced=lambda: None
+        )
+        assert done.wait().fault is Fault.PEER_UNKNOWN
 
 
 def blocks(*numbers: int) -> Blocks:
@@ -100,8 +111,8 @@ def test_bytes_and_generations_are_the_owners(reader: Worker, peer: PeerProcess)
     ):
         reader.pool[:] = 0
         done, fenced = start(reader, peer, remote, local)
-        outcome = done(10.0)
-        fenced(10.0)
+        outcome = done.wait()
+        fenced.wait()
         assert outcome.fault is None
         assert outcome.generations is not None
         assert outcome.generations.tolist() == [before[block] for block in remote]
@@ -116,7 +127,7 @@ def test_a_block_that_the_owner_reused_trips_the_fence(reader: Worker, peer: Pee
     ticket = peer.fill([1, 2, 3], salt=1)[1:4]
     peer.fill([2], salt=9)
     done, _ = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2))
-    outcome = done(10.0)
+    outcome = done.wait()
     assert outcome.generations is not None
     failure = check_generations(ticket, outcome.generations)
     assert failure is not None
@@ -131,7 +142,7 @@ def test_a_block_that_the_owner_reuses_in_the_middle_trips_the_fence(
     # Between the end of the data read and the read of the generations.
     reader.faults.after[reader.data_reads + 1] = lambda: peer.fill([2], salt=9)
     done, _ = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2))
-    outcome = done(10.0)
+    outcome = done.wait()
     assert np.array_equal(reader.pool[1], pattern(2, 1, BLOCK_BYTES))  # these bytes happen to be good
     assert outcome.generations is not None
     failure = check_generations(ticket, outcome.generations)
@@ -147,8 +158,8 @@ def test_blocks_outside_a_pool_are_refused(reader: Worker, peer: PeerProcess) ->
         (blocks(0, 1), blocks(0)),
     ):
         done, fenced = start(reader, peer, remote, local)
-        assert done(1.0).fault is Fault.INVALID
-        fenced(1.0)
+        assert done.wait().fault is Fault.INVALID
+        fenced.wait()
 
 
 def test_a_killed_owner_fails_reads_at_once_and_its_next_incarnation_works(reader: Worker) -> None:
@@ -161,21 +172,21 @@ def test_a_killed_owner_fails_reads_at_once_and_its_next_incarnation_works(reade
         else:
             peer.kill()
             done, fenced = start(reader, peer, blocks(1, 2, 3), blocks(0, 1, 2), deadline_seconds=60)
-        outcome = done(1.0)
+        outcome = done.wait()
         assert outcome.fault is Fault.PEER_LOST
-        fenced(1.0)
+        fenced.wait()
         done, fenced = start(reader, peer, blocks(1), blocks(0))
-        assert done(1.0).fault is Fault.PEER_LOST
-        fenced(1.0)
+        assert done.wait().fault is Fault.PEER_LOST
+        fenced.wait()
     with owner("owner-killed", reader.ucx_tls) as again:
         assert again.descriptor.worker.incarnation != peer.descriptor.worker.incarnation
         again.fill([4], salt=3)
         assert connect(reader, again) is None
         done, _ = start(reader, again, blocks(4), blocks(0))
-        assert done(10.0).fault is None
+        assert done.wait().fault is None
         assert np.array_equal(reader.pool[0], pattern(4, 3, BLOCK_BYTES))
         done, _ = start(reader, peer, blocks(4), blocks(0))
-        assert done(1.0).fault is Fault.PEER_UNKNOWN  # the old incarnation was replaced
+        assert done.wait().fault is Fault.PEER_UNKNOWN  # the old incarnation was replaced
 
 
 def test_a_hung_owner_is_failed_by_deadline_and_its_bytes_still_land(tcp_reader: Worker) -> None:
@@ -186,20 +197,19 @@ def test_a_hung_owner_is_failed_by_deadline_and_its_bytes_still_land(tcp_reader:
         peer.pause()
         began = time.monotonic()
         done, fenced = start(tcp_reader, peer, blocks(1, 2), blocks(5, 6), deadline_seconds=0.3)
-        outcome = done(2.0)
-        assert 0.3 <= time.monotonic() - began < 1.0
-        assert outcome.fault is Fault.DEADLINE
-        with pytest.raises(AssertionError):
-            fenced(0.3)  # quarantined: nobody knows yet whether bytes will come
+        assert done.wait().fault is Fault.DEADLINE
+        assert time.monotonic() - began >= 0.3
+        polled(tcp_reader)
+        assert not fenced.came  # quarantined: nobody knows yet whether bytes will come
         assert tcp_reader.thread.in_flight == 1
         assert (tcp_reader.pool[5:7] == 0xAB).all()
         peer.resume()
-        fenced(5.0)
+        fenced.wait()
         # This is why the blocks had to wait: the given-up read did overwrite them.
         assert np.array_equal(tcp_reader.pool[5], pattern(1, 4, BLOCK_BYTES))
         assert tcp_reader.thread.in_flight == 0
         done, _ = start(tcp_reader, peer, blocks(1), blocks(9))
-        assert done(10.0).fault is None
+        assert done.wait().fault is None
 
 
 def test_a_hung_owner_that_is_killed_fences_its_reads(tcp_reader: Worker) -> None:
@@ -207,9 +217,9 @@ def test_a_hung_owner_that_is_killed_fences_its_reads(tcp_reader: Worker) -> Non
         assert connect(tcp_reader, peer) is None
         peer.pause()
         done, fenced = start(tcp_reader, peer, blocks(1, 2), blocks(5, 6), deadline_seconds=0.1)
-        assert done(2.0).fault is Fault.DEADLINE
+        assert done.wait().fault is Fault.DEADLINE
         peer.kill()
-        fenced(1.0)
+        fenced.wait()
 
 
 def test_an_unreachable_owner_is_known_when_connecting(tcp_reader: Worker) -> None:
@@ -221,7 +231,7 @@ def test_an_unreachable_owner_is_known_when_connecting(tcp_reader: Worker) -> No
         assert tcp_reader.thread.pool_blocks(peer.descriptor.worker) is None
 
 
-def test_the_end_of_the_agent_fences_a_read_in_flight() -> None:
+def test_the_end_of_the_agent_fences_a_read_in_flight(tcp_reader: Worker) -> None:
     worker = Worker(WorkerKey("reader-ends", new_incarnation()), NUM_BLOCKS, BLOCK_BYTES, TCP)
     with owner("owner-outlives", TCP) as peer:
         peer.fill([1, 2], salt=4)
@@ -229,15 +239,16 @@ def test_the_end_of_the_agent_fences_a_read_in_flight() -> None:
         worker.pool[:] = 0xAB
         peer.pause()
         done, fenced = start(worker, peer, blocks(1, 2), blocks(5, 6), deadline_seconds=60)
-        with pytest.raises(AssertionError):
-            done(0.2)
+        polled(worker)
+        assert not done.came
         worker.thread.stop()
-        assert done(1.0).fault is Fault.CLOSED
-        fenced(1.0)
+        assert done.wait().fault is Fault.CLOSED
+        fenced.wait()
         peer.resume()
-        deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline:
-            assert (worker.pool == 0xAB).all()
+        # UCX ends an owner that finds its reader gone in the middle of a read over TCP. Where it does not, the owner
+        # serves another by the time that it would have sent.
+        wait_until(lambda: not peer.alive or connect(tcp_reader, peer) is None)
+        assert (worker.pool == 0xAB).all()
 
 
 def test_wrong_metadata_are_refused_and_leave_nothing_behind(
@@ -259,9 +270,9 @@ def test_wrong_metadata_are_refused_and_leave_nothing_behind(
             assert caught.value.field == "agent_metadata"
         # Whole and with the right checksum, but of another agent: only NIXL can tell.
         another = readers(SHARED_MEMORY).descriptor.agent_metadata
-        callback, wait = waiter()
-        tcp_reader.thread.connect(replace(peer.descriptor, agent_metadata=another), callback)
-        assert wait(10.0).fault is Fault.PEER_REFUSED
+        connected = Called()
+        tcp_reader.thread.connect(replace(peer.descriptor, agent_metadata=another), connected)
+        assert connected.wait().fault is Fault.PEER_REFUSED
         # NIXL would have refused the good ones for ever, had it seen a truncated one.
         assert from_message(message, own=own, expected=peer.descriptor.worker) == peer.descriptor
         assert connect(tcp_reader, peer) is None
