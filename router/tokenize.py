@@ -84,7 +84,7 @@ class TokenizeHop:
     def _encode_chat(self, tokenizer: Tokenizer, chat: pb.ChatMessages, tenant: str) -> NDArray[np.int32]:
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
         try:
-            text = tokenizer.render_chat(messages, not chat.omit_generation_prompt)
+            text = tokenizer.chat().render(messages, add_generation_prompt=not chat.omit_generation_prompt)
         except ChatTemplateError as error:
             raise TwinpoolError("INVALID_CHAT", f"chat.messages: {error}", field="chat.messages") from error
         # The template writes special tokens itself: adding them again would double the first one.

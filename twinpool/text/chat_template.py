@@ -9,7 +9,7 @@ comes with the weights, from people whom the operator may not know.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
@@ -23,6 +23,9 @@ from jinja2.utils import Namespace
 from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
 
 Message = Mapping[str, Any]
+
+# Private use characters and a space, which a template that trims would take away.
+_END_OF_CONTENT: Final = "\ue0fe\ue0ff "
 
 
 class _GenerationTag(Extension):
@@ -121,19 +124,26 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        keep_none: bool = False,
     ) -> str:
-        """The prompt's text. ``variables`` go before the special tokens of the same name.
+        """The prompt's text. ``variables`` go before the special tokens of the same name. With ``continue_final_message`` it ends
+        where the content of the last message does, so that the model goes on with it. With ``keep_none`` the template sees
+        fields of messages that are None; as in transformers it does not by default.
 
         Raises ChatTemplateError for an empty conversation and for whatever the template itself refuses. Its message is
         for the caller who sent the conversation, not for logs: a template may quote what it refuses.
         """
         if not messages:
             raise ChatTemplateError("the conversation is empty: at least one message is needed")
-        # A field that is None means "absent" to the callers' APIs, but templates print it.
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if continue_final_message:
+            return self._continued(messages, tools, documents, variables, keep_none)
         context = {**self._special_tokens, **(variables or {})}
         context.update(
-            messages=plain,
+            messages=[
+                {key: value for key, value in message.items() if keep_none or value is not None}
+                for message in messages
+            ],
             tools=None if tools is None else [dict(tool) for tool in tools],
             documents=None if documents is None else [dict(document) for document in documents],
             add_generation_prompt=add_generation_prompt,
@@ -149,3 +159,32 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the model's chat template failed with {type(error).__name__}"
             ) from error
+
+    def _continued(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        keep_none: bool,
+    ) -> str:
+        # As in transformers: the end of the content is marked, and the text is cut at the mark.
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise ChatTemplateError("the last message has no text to continue")
+        marked = [*messages[:-1], {**messages[-1], "content": content + _END_OF_CONTENT}]
+        text = self.render(
+            marked,
+            add_generation_prompt=False,
+            tools=tools,
+            documents=documents,
+            variables=variables,
+            keep_none=keep_none,
+        )
+        end = text.rfind(_END_OF_CONTENT.strip())
+        if end < 0:
+            raise ChatTemplateError(
+                "the model's chat template leaves out the message that is to be continued"
+            )
+        # Where the template trims what follows the mark, it trims the end of every content.
+        return text[:end] if text.startswith(_END_OF_CONTENT, end) else text[:end].rstrip()

@@ -2,7 +2,7 @@
 """Turns a stream of token ids into a stream of text."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tokenizers import Tokenizer as Backend
 
@@ -18,7 +18,7 @@ class DetokenizerFactory:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         # As in the library, a token is special by its text, whichever id it has.
-        self._special = {token.content for token in added.values() if token.special}
+        self._special = frozenset(token.content for token in added.values() if token.special)
         # The pickling state of a decoder is its JSON; the whole tokenizer's JSON would hold the vocabulary too.
         decoder = backend.decoder
         self._stages = compile_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
@@ -32,9 +32,15 @@ class DetokenizerFactory:
         """One more than the highest token id."""
         return self._vocab_size
 
-    def create(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
-        """A detokenizer for one stream."""
-        return Detokenizer(self, skip_special_tokens)
+    def create(
+        self, *, skip_special_tokens: bool = True, keep: Collection[str] = frozenset()
+    ) -> "Detokenizer":
+        """A detokenizer for one stream. Special tokens in ``keep`` are not skipped."""
+        if not skip_special_tokens:
+            return Detokenizer(self, frozenset(), plain=False)
+        if self._special.isdisjoint(keep):
+            return Detokenizer(self, self._special, plain=True)
+        return Detokenizer(self, self._special.difference(keep), plain=False)
 
     def token(self, token_id: int) -> str:
         """The token's string. Raises UnknownTokenError."""
@@ -45,9 +51,6 @@ class DetokenizerFactory:
                 raise UnknownTokenError(token_id, self._vocab_size)
             token = self._tokens[token_id] = str(found)
         return token
-
-    def is_special(self, token: str) -> bool:
-        return token in self._special
 
     def plain_bytes(self, token_id: int) -> bytes:
         """The bytes of a byte-level token, none for a special one. Raises UnknownTokenError."""
@@ -73,9 +76,11 @@ class Detokenizer:
     Text is returned as soon as no later token can change it: incomplete UTF-8 waits for its other bytes.
     """
 
-    def __init__(self, factory: DetokenizerFactory, skip_special_tokens: bool) -> None:
+    def __init__(self, factory: DetokenizerFactory, skipped: Collection[str], *, plain: bool) -> None:
+        """``plain``: all special tokens are skipped, for which there is a shorter way."""
         self._factory = factory
-        self._skip = skip_special_tokens
+        self._skipped = skipped
+        self._plain = plain
         self._stages = factory.stages()
         self._bytes = (
             self._stages[0] if factory.byte_level and isinstance(self._stages[0], ByteLevel) else None
@@ -83,13 +88,13 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens settle. Raises UnknownTokenError; the stream is then of no further use."""
-        if self._bytes is not None and self._skip:
+        if self._bytes is not None and self._plain:
             data = b"".join([self._factory.plain_bytes(token_id) for token_id in token_ids])
             return "".join(self._bytes.feed_bytes(data))
         out: list[str] = []
         for token_id in token_ids:
             token = self._factory.token(token_id)
-            if not (self._skip and self._factory.is_special(token)):
+            if token not in self._skipped:
                 out += _run(self._stages, [token])
         return "".join(out)
 

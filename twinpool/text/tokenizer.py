@@ -5,7 +5,7 @@ It reads the files that ``transformers`` reads (``tokenizer.json``, ``tokenizer_
 ``generation_config.json``, ``config.json``) and gives the same ids, without importing it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from twinpool.text.boundaries import Boundaries
-from twinpool.text.chat_template import ChatTemplate, Message
+from twinpool.text.chat import Chat
+from twinpool.text.chat_template import Message
 from twinpool.text.detokenizer import Detokenizer, DetokenizerFactory
 from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
 from twinpool.text.fast import FastEncoder, fast_encoder
@@ -51,7 +52,7 @@ class Tokenizer:
         """Use :meth:`from_pretrained`. ``chat_templates`` by name: "default" and perhaps "tool_use"."""
         self._backend = backend
         self._special_tokens = dict(special_tokens)
-        self._templates = {name: ChatTemplate(text, special_tokens) for name, text in chat_templates.items()}
+        self._templates = {name: Chat.of(text, special_tokens) for name, text in chat_templates.items()}
         self._eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._detokenizers = DetokenizerFactory(backend)
         self._fast: FastEncoder | None = None
@@ -142,32 +143,36 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> NDArray[np.int32]:
         """Token ids of a conversation under the model's template. Raises ChatTemplateError."""
-        text = self.render_chat(messages, add_generation_prompt, tools=tools)
+        text = self.chat(tools is not None).render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
         # The template writes special tokens itself: adding them again would double the first one.
         return self.encode(text, add_special_tokens=False)
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """The text of a conversation under the model's template. Raises ChatTemplateError."""
-        template = self._templates.get("tool_use") if tools is not None else None
+    def chat(self, with_tools: bool = False) -> Chat:
+        """How the model wants conversations to look. Raises ChatTemplateError if it has no template."""
+        template = self._templates.get("tool_use") if with_tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise ChatTemplateError("this model has no chat template: send text or token ids")
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return template
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+        keep: Collection[str] = frozenset(),
+    ) -> str:
         """The whole text of ``token_ids``. Raises UnknownTokenError."""
-        stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        stream = self.detokenizer(skip_special_tokens=skip_special_tokens, keep=keep)
         return stream.push(token_ids) + stream.flush()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for one stream of tokens."""
-        return self._detokenizers.create(skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, keep: Collection[str] = frozenset()
+    ) -> Detokenizer:
+        """A detokenizer for one stream of tokens. Special tokens in ``keep`` are not skipped."""
+        return self._detokenizers.create(skip_special_tokens=skip_special_tokens, keep=keep)
 
 
 def _add_tokens(backend: Backend, config: TokenizerConfig, special_tokens: Mapping[str, str]) -> None:

@@ -25,9 +25,10 @@ def test_helpers() -> None:
     assert render("a\n  {% generation %}\n{{ messages[0].content }}{% endgeneration %}\n") == "a\nhello"
 
 
-def test_a_field_that_is_none_is_absent() -> None:
-    template = ChatTemplate("{{ 'tool_calls' in messages[0] }}", {})
-    assert template.render([{"role": "user", "content": "x", "tool_calls": None}]) == "False"
+@pytest.mark.parametrize(("keep", "expected"), [(False, "FalseFalse"), (True, "TrueTrue")])
+def test_a_field_that_is_none_is_absent_unless_it_is_wanted(keep: bool, expected: str) -> None:
+    template = ChatTemplate("{{ 'tool_calls' in messages[0] }}{{ messages[0].tool_calls is none }}", {})
+    assert template.render([{"role": "user", "content": "x", "tool_calls": None}], keep_none=keep) == expected
 
 
 def test_variables_go_before_special_tokens() -> None:
