@@ -56,13 +56,34 @@ def _sampling(name: str) -> FieldRule:
     )
 
 
+CHAT: Final = (
+    "messages.role",
+    "messages.content",
+    "messages.tool_calls.id",
+    "messages.tool_calls.name",
+    "messages.tool_calls.arguments_json",
+    "messages.tool_call_id",
+    "messages.name",
+    "messages.reasoning",
+    "omit_generation_prompt",
+    "tools.name",
+    "tools.description",
+    "tools.parameters_json",
+    "documents.title",
+    "documents.text",
+    "variables_json",
+    "continue_final_message",
+)
+"""All of a conversation becomes the prompt."""
+
 FIELDS: Final[tuple[FieldRule, ...]] = (
     _router("model", "chooses the group of workers"),
     _both("token_ids.ids", "prompt.token_ids", "decode needs the ids for penalties and recompute"),
     _both("text", "prompt.token_ids", "tokenised once, by the router"),
-    _both("chat.messages.role", "prompt.token_ids", "rendered and tokenised once, by the router"),
-    _both("chat.messages.content", "prompt.token_ids", "rendered and tokenised once, by the router"),
-    _both("chat.omit_generation_prompt", "prompt.token_ids", "rendered and tokenised once, by the router"),
+    *(
+        _both(f"chat.{name}", "prompt.token_ids", "rendered and tokenised once, by the router")
+        for name in CHAT
+    ),
     *(_sampling(name.name) for name in inference.SamplingParams.DESCRIPTOR.fields),
     _both("stop.max_tokens", "draw.stop.max_tokens", "prefill must know whether its one token is the last"),
     _both("stop.min_tokens", "draw.stop.min_tokens", "the first token may not be a stop token below it"),

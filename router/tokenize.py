@@ -19,9 +19,10 @@ from twinpool import metrics
 from twinpool._core import hash_blocks, root_hash
 from twinpool.config.router import RouterSection
 from twinpool.errors import TwinpoolError
+from twinpool.router.chat.conversation import check_conversation, render
 from twinpool.router.request import Group
-from twinpool.router.validate import check_chat, check_text, check_token_ids
-from twinpool.text import ChatTemplateError, TokenCache, Tokenizer
+from twinpool.router.validate import check_text, check_token_ids
+from twinpool.text import TokenCache, Tokenizer
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import router_pb2
 
@@ -70,7 +71,7 @@ class TokenizeHop:
             check_text(request.text, "text", self._limits)
             return await self._encode(tokenizer, request.text, tenant), "text"
         if kind == "chat":
-            check_chat(request.chat, self._limits)
+            check_conversation(request.chat, self._limits)
             return await self._run(self._encode_chat, tokenizer, request.chat, tenant), "chat.messages"
         raise TwinpoolError(
             "EMPTY_PROMPT", "prompt is not set; the limit is one of token_ids, text, chat", field="prompt"
@@ -82,12 +83,8 @@ class TokenizeHop:
         return await self._run(partial(self.cache.encode, tenant=tenant), tokenizer, text)
 
     def _encode_chat(self, tokenizer: Tokenizer, chat: pb.ChatMessages, tenant: str) -> NDArray[np.int32]:
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        try:
-            text = tokenizer.chat().render(messages, add_generation_prompt=not chat.omit_generation_prompt)
-        except ChatTemplateError as error:
-            raise TwinpoolError("INVALID_CHAT", f"chat.messages: {error}", field="chat.messages") from error
         # The template writes special tokens itself: adding them again would double the first one.
+        text = render(chat, tokenizer)
         return self.cache.encode(tokenizer, text, tenant=tenant, add_special_tokens=False)
 
     async def _run(self, work: Callable[..., T], *args: object) -> T:

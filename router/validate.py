@@ -5,6 +5,7 @@ Each refusal names the field, the value and the limit. Numbers have their ranges
 lists, text and the prompt.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,9 +19,10 @@ from twinpool.router.request import Group, Params
 from twinpool.router.utf8 import refuse_unknown_fields
 from twinpool.v1 import inference_pb2 as inference
 
-ROLES: Final = ("system", "user", "assistant", "tool")
 _MAX_PRIORITY: Final = 100
 _MAX_SHOWN_CHARS: Final = 48
+MAX_KEY_CHARS: Final = 128
+"""Longest idempotency key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def check_params(
     if request.request_id and not is_request_id(request.request_id):
         raise TwinpoolError(
             "INVALID_REQUEST_ID",
-            f"request_id is {_shown(request.request_id)}; the limit is 128 characters of A-Z a-z 0-9 . _ : -",
+            f"request_id is {shown(request.request_id)}; the limit is 128 characters of A-Z a-z 0-9 . _ : -",
             field="request_id",
         )
     _within("n", "INVALID_N", request.n or 1, 1, limits.max_choices)
@@ -78,7 +80,7 @@ def check_params(
     if request.adapter:
         raise TwinpoolError(
             "ADAPTER_NOT_FOUND",
-            f"adapter is {_shown(request.adapter)}; the limit is none, since no worker of {group.model!r} has one",
+            f"adapter is {shown(request.adapter)}; the limit is none, since no worker of {group.model!r} has one",
             field="adapter",
         )
     stop = _check_stop(request.stop, limits, group)
@@ -98,6 +100,45 @@ def check_params(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """That an answer can be resumed: for how many seconds, and under which idempotency key, if any. ``digest``: of the request
+    that brings the key."""
+
+    grace_seconds: float
+    key: str
+    digest: bytes
+
+
+def check_resumable(request: inference.GenerateRequest, limits: RouterSection) -> Resumable | None:
+    """None: the client leaves it at one stream. Raises INVALID_RESUME."""
+    key, given = request.idempotency_key, request.HasField("resume_grace")
+    if not key and not given:
+        return None
+    refuse_unknown_fields(request.resume_grace, "resume_grace")
+    grace, most = request.resume_grace.ToNanoseconds() / 1e9, limits.max_resume_grace_seconds
+    if not 0 <= grace <= most:
+        raise TwinpoolError(
+            "INVALID_RESUME",
+            f"resume_grace is {grace:g} s; the limit is 0 to {most:g}",
+            field="resume_grace",
+            metadata={"limit": most},
+        )
+    if len(key) > MAX_KEY_CHARS or not key.isprintable():
+        raise TwinpoolError(
+            "INVALID_RESUME",
+            f"idempotency_key has {len(key)} characters; the limit is {MAX_KEY_CHARS} printable ones",
+            field="idempotency_key",
+        )
+    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
+    if not grace:
+        return None
+    asked = inference.GenerateRequest()
+    asked.CopyFrom(request)
+    asked.ClearField("resume_grace")
+    return Resumable(grace, key, hashlib.sha256(asked.SerializeToString(deterministic=True)).digest())
+
+
 def check_text(text: str, field: str, limits: RouterSection) -> None:
     """Raises for text that is empty or too long to be worth tokenising."""
     if not text:
@@ -109,38 +150,6 @@ def check_text(text: str, field: str, limits: RouterSection) -> None:
             "PROMPT_TOO_LONG",
             f"{field} has {len(text)} characters; the limit is {limits.max_prompt_chars}",
             field=field,
-            metadata={"limit": limits.max_prompt_chars},
-        )
-
-
-def check_chat(chat: inference.ChatMessages, limits: RouterSection) -> None:
-    """Raises for a conversation that no template should see."""
-    refuse_unknown_fields(chat, "chat")
-    if not chat.messages:
-        raise TwinpoolError(
-            "EMPTY_PROMPT", "chat.messages is empty; the limit is at least 1 message", field="chat.messages"
-        )
-    if len(chat.messages) > limits.max_chat_messages:
-        raise TwinpoolError(
-            "INVALID_CHAT",
-            f"chat.messages has {len(chat.messages)} messages; the limit is {limits.max_chat_messages}",
-            field="chat.messages",
-        )
-    chars = 0
-    for index, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            field = f"chat.messages[{index}].role"
-            raise TwinpoolError(
-                "INVALID_CHAT",
-                f"{field} is {_shown(message.role)}; the limit is one of {', '.join(ROLES)}",
-                field=field,
-            )
-        chars += len(message.content)
-    if chars > limits.max_prompt_chars:
-        raise TwinpoolError(
-            "PROMPT_TOO_LONG",
-            f"chat.messages has {chars} characters; the limit is {limits.max_prompt_chars}",
-            field="chat.messages",
             metadata={"limit": limits.max_prompt_chars},
         )
 
@@ -255,7 +264,7 @@ def _check_tenant(tenant: str, limits: RouterSection) -> None:
     if len(tenant) > limits.max_tenant_chars or not tenant.isprintable():
         raise TwinpoolError(
             "INVALID_TENANT",
-            f"tenant is {_shown(tenant)}; the limit is {limits.max_tenant_chars} printable characters",
+            f"tenant is {shown(tenant)}; the limit is {limits.max_tenant_chars} printable characters",
             field="tenant",
         )
 
@@ -272,6 +281,6 @@ def _count(field: str, count: int, limit: int) -> None:
         raise TwinpoolError("INVALID_STOP", f"{field} has {count} entries; the limit is {limit}", field=field)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """A short identifier as it may appear in a message."""
     return repr(text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…")

@@ -73,6 +73,11 @@ _REQUEST = (
         "the conversation cannot be rendered",
         "Use the roles and the order of turns that the model's chat template accepts.",
     ),
+    _invalid(
+        "INVALID_TOOLS",
+        "the tools cannot be offered to the model",
+        "Describe tools as the message says; a model whose chat template does not show tools has none.",
+    ),
     ErrorSpec(
         "MESSAGE_TOO_LARGE",
         C.RESOURCE_EXHAUSTED,

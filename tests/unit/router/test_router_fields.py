@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from twinpool._core import hash_blocks, root_hash
 from twinpool.ids import WorkerKey
-from twinpool.router.fields import FIELDS, decode_command, prefill_command
+from twinpool.router.fields import CHAT, FIELDS, decode_command, prefill_command
 from twinpool.router.prefix import Source
 from twinpool.router.request import Group, Prepared
 from twinpool.rpc import Deadline
@@ -117,7 +117,7 @@ EXPECTED: dict[str, Any] = {
     f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))
     for field in inference.SamplingParams.DESCRIPTOR.fields
 }
-for _same in ("text", "chat.messages.role", "chat.messages.content", "chat.omit_generation_prompt"):
+for _same in ("text", *(f"chat.{name}" for name in CHAT)):
     EXPECTED[_same] = EXPECTED["token_ids.ids"]
 
 OTHER = worker.WorkerId(name="other", incarnation=7)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from twinpool.config.router import RouterSection
 from twinpool.errors import TwinpoolError
+from twinpool.router.chat.conversation import check_conversation
 from twinpool.router.request import Group, Params
 from twinpool.router.utf8 import Unparsed, lenient
 from twinpool.router.validate import (
     SAMPLING,
-    check_chat,
     check_length,
     check_params,
     check_text,
@@ -232,18 +232,20 @@ def test_text_and_chat() -> None:
     for check, reason in (
         (lambda: check_text("", "text", LIMITS), "EMPTY_PROMPT"),
         (lambda: check_text("x" * 1001, "text", LIMITS), "PROMPT_TOO_LONG"),
-        (lambda: check_chat(pb.ChatMessages(), LIMITS), "EMPTY_PROMPT"),
-        (lambda: check_chat(chat("robot", "x"), LIMITS), "INVALID_CHAT"),
-        (lambda: check_chat(chat("user", "x" * 1001), LIMITS), "PROMPT_TOO_LONG"),
+        (lambda: check_conversation(pb.ChatMessages(), LIMITS), "EMPTY_PROMPT"),
+        (lambda: check_conversation(chat("robot", "x"), LIMITS), "INVALID_CHAT"),
+        (lambda: check_conversation(chat("user", "x" * 1001), LIMITS), "PROMPT_TOO_LONG"),
         (
-            lambda: check_chat(pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 4097), LIMITS),
+            lambda: check_conversation(
+                pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 4097), LIMITS
+            ),
             "INVALID_CHAT",
         ),
     ):
         with pytest.raises(TwinpoolError, match="the limit is") as caught:
             check()
         assert caught.value.reason == reason
-    check_chat(chat("user", "x"), LIMITS)
+    check_conversation(chat("user", "x"), LIMITS)
 
 
 def chat(role: str, content: str) -> pb.ChatMessages:
