@@ -35,11 +35,23 @@ class Format:
     """Markers that only mean something within a call."""
     at_start: str = ""
     """What an answer as a whole begins with if it is a call without a marker; "": nothing."""
+    before_name: str = ""
+    """How an answer begins that is a call, up to the tool's name."""
+    after_name: str = ""
+    """What follows the name, up to the arguments."""
+    end: str = ""
+    """What ends a call and nothing else; "": nothing does."""
+    id_chars: int = 24
+    """Length of the ids of calls that the model's template accepts."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers. Where they are special tokens, they must not be left out of the text."""
         return (*self.begin, *self.silent, *self.inner)
+
+    def opening(self, name: str = "") -> str:
+        """How an answer begins that must be a call: of the tool ``name``, or of any if that is empty."""
+        return f"{self.before_name}{name}{self.after_name}" if name else self.before_name
 
 
 def read_object(source: Source, out: Emitter) -> Reading[None]:
@@ -144,15 +156,42 @@ def _plain(raw: str) -> str:
     return (value or "{}") if value is None or isinstance(value, str) else raw
 
 
-HERMES: Final = Format("hermes", ("<tool_call>",), read_tagged, inner=("</tool_call>",))
-LLAMA3: Final = Format("llama3_json", ("<|python_tag|>",), read_llama, at_start="{")
-MISTRAL: Final = Format("mistral", ("[TOOL_CALLS]",), read_mistral, inner=("[ARGS]", "[CALL_ID]"))
+HERMES: Final = Format(
+    "hermes",
+    ("<tool_call>",),
+    read_tagged,
+    inner=("</tool_call>",),
+    before_name='<tool_call>\n{"name": "',
+    after_name='", "arguments":',
+    end="</tool_call>",
+)
+LLAMA3: Final = Format(
+    "llama3_json",
+    ("<|python_tag|>",),
+    read_llama,
+    at_start="{",
+    before_name='{"name": "',
+    after_name='", "parameters":',
+)
+MISTRAL: Final = Format(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    read_mistral,
+    inner=("[ARGS]", "[CALL_ID]"),
+    before_name='[TOOL_CALLS][{"name": "',
+    after_name='", "arguments":',
+    # Their templates refuse ids of any other length.
+    id_chars=9,
+)
 DEEPSEEK: Final = Format(
     "deepseek",
     ("<｜tool▁call▁begin｜>",),
     read_deepseek,
     silent=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     inner=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    before_name="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    after_name="\n```json\n",
+    end="<｜tool▁call▁end｜>",
 )
 
 BUILT_IN: Final = (HERMES, DEEPSEEK, LLAMA3, MISTRAL)
