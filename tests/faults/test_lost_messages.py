@@ -174,9 +174,9 @@ async def test_abandoned_prompts_come_free_with_no_new_work(brief_fleet: Fleet) 
         for first in range(0, len(requests), 4):
             await asyncio.gather(*(abandon(number) for number in range(first, first + 4)))
         # Looked at from outside of its loop: asking the owner itself would wake it.
-        await until(lambda: fleet.metric("prefill-0", EXPIRED) == expired + len(requests), 30)
+        await until(lambda: fleet.metric("prefill-0", EXPIRED) == expired + len(requests))
         await fleet.assert_quiet()
         # Each release was tried until it was given up.
-        await until(lambda: fleet.metric("decode-0", UNANSWERED) == unanswered + len(requests), 20)
+        await until(lambda: fleet.metric("decode-0", UNANSWERED) == unanswered + len(requests))
         faults.clear()
         await walk.check(prompt(20 * BLOCK, 30), "whole-pool", max_tokens=4)

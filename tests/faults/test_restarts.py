@@ -116,7 +116,7 @@ async def test_an_owner_that_dies_in_the_middle_of_a_hand_off_leaves_nothing_beh
         await faults.reached("data", held)
         routed.workers["prefill-0"].kill()
         queue = walk.decode.attempt(request.request_id)
-        while (message := await asyncio.wait_for(queue.get(), 30)).WhichOneof("message") != "failed":
+        while (message := await asyncio.wait_for(queue.get(), 60)).WhichOneof("message") != "failed":
             assert message.WhichOneof("message") != "step"
         # The read that is held is posted to a dead peer now, and ends.
         faults.free()
@@ -134,6 +134,6 @@ async def test_reads_that_a_transport_reports_as_lost_quarantine_no_one(routed: 
         request = routed.request(prompt(2 * BLOCK, 82), "flicker", max_tokens=5)
         await walk.prefilled(request)
         queue = walk.decode.attempt(request.request_id)
-        while (await asyncio.wait_for(queue.get(), 30)).WhichOneof("message") != "failed":
+        while (await asyncio.wait_for(queue.get(), 60)).WhichOneof("message") != "failed":
             pass
         await walk.check(prompt(2 * BLOCK, 82), "flicker-again")

@@ -77,12 +77,12 @@ class System:
     async def ask(self, request: pb.GenerateRequest) -> Answer:
         async with grpc.aio.insecure_channel(self.record.endpoint) as channel:
             return await collect(
-                inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=20)
+                inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=60)
             )
 
     async def servable(self, prefill: int, decode: int) -> None:
         """The router lists the model with so many workers, and answers."""
-        async with grpc.aio.insecure_channel(self.record.endpoint) as channel, asyncio.timeout(10):
+        async with grpc.aio.insecure_channel(self.record.endpoint) as channel, asyncio.timeout(60):
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             while True:
                 models = (await stub.ListModels(pb.ListModelsRequest())).models
@@ -91,7 +91,7 @@ class System:
                 ]:
                     break
                 await asyncio.sleep(0.05)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await self.ask(generate(max_tokens=1))).error is not None:  # noqa: ASYNC110 - over the wire
                 await asyncio.sleep(0.05)
 
@@ -121,7 +121,7 @@ async def running(directory: Path, **settings: object) -> AsyncIterator[System]:
     system = System(config, server, store, process, routers, model_path, log)
     try:
         await routers.start()
-        await until(lambda: routers.records() or process.returncode is not None, 20)
+        await until(lambda: routers.records() or process.returncode is not None)
         assert process.returncode is None, log.read_text()
         yield system
     finally:
@@ -151,7 +151,7 @@ async def test_it_is_found_serves_and_stops(tmp_path: Path) -> None:
         system.process.send_signal(signal.SIGTERM)
         answer = await running_stream
         assert answer.finished.usage.completion_tokens == 40, "a stop waits for running streams"
-        assert await asyncio.wait_for(system.process.wait(), 10) == 0
+        assert await asyncio.wait_for(system.process.wait(), 60) == 0
         await until(lambda: not system.routers.records())
         text = system.log.read_text()
         assert '"event": "router_stopped"' in text
@@ -217,7 +217,7 @@ async def test_a_taken_port_ends_it_with_the_reason(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _RUN, env=env, stderr=asyncio.subprocess.PIPE
         )
-        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert b"PORT_UNAVAILABLE" in errors
     assert b"Traceback" not in errors

@@ -31,7 +31,7 @@ def test_one_trace_over_router_and_workers(tmp_path: Path) -> None:
                 worker.stop()
             assert fleet.router is not None
             fleet.router.terminate()
-            fleet.router.wait(20)
+            fleet.router.wait(60)
         check(collector)
 
 

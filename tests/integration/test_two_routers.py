@@ -47,7 +47,7 @@ async def routers(twin_cluster: Cluster) -> AsyncIterator[list[tuple[Client, Rou
         ]
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -89,7 +89,7 @@ class FakeCluster:
             )
         )
 
-    async def ask(self, request: pb.GenerateRequest, timeout: float | None = 20.0) -> Answer:
+    async def ask(self, request: pb.GenerateRequest, timeout: float | None = 120.0) -> Answer:
         """One request, to its end."""
         return await collect(self.stub.Generate(request, timeout=timeout))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from twinpool.v1 import inference_pb2
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableRequest
 
 AttemptKey = tuple[str, int]
 FIRST_TOKEN = 65
@@ -23,9 +24,10 @@ def counting_token(prompt: "Job", choice: int, offset: int) -> int:
 class Script:
     """What a fake worker does. It may be changed at any time; a command reads it when it comes.
 
-    ``prefill_gate``: no prefill ends before it is set. ``report_seconds``: by so much prefill tells its reader before it tells the router.
+    ``prefill_gate``: no prefill ends before it is set; ``handoff_gate``: no hand-off.
+    ``report_seconds``: by so much prefill tells its reader before it tells the router.
     ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
-    ``fail_fetch``: why no prefix is pulled.
+    ``fail_fetch``: why no prefix is pulled. ``hold_after_tokens``: decode stands still once it has drawn so many tokens of a choice.
     ``fail_after_tokens``: decode fails with ``fail_reason`` once it has drawn so many tokens of a choice. ``silent``: messages that
     are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
     """
@@ -40,8 +42,10 @@ class Script:
     fail_prefill: "pb.FailureReason.ValueType | None" = None
     fail_fetch: "pb.FailureReason.ValueType | None" = None
     handoff_seconds: float = 0.0
+    handoff_gate: asyncio.Event | None = None
     fail_handoff: "pb.FailureReason.ValueType | None" = None
     step_seconds: float = 0.0
+    hold_after_tokens: int | None = None
     fail_after_tokens: int | None = None
     fail_reason: "pb.FailureReason.ValueType" = pb.FAILURE_REASON_INTERNAL
     cancel_seconds: float = 0.0
@@ -60,6 +64,14 @@ class Job:
     draw: pb.DrawSpec
     task: asyncio.Task[None] | None = None
     offsets: dict[int, int] = field(default_factory=dict)
+    portable: PortableRequest | None = None
+    rows: dict[int, list[int]] = field(default_factory=dict)
+
+    def drew(self, choice: int, token_id: int) -> None:
+        """A token of a choice is out."""
+        drawn = self.draw.drawn
+        earlier = self.prompt[len(self.prompt) - drawn :].tolist() if drawn else []
+        self.rows.setdefault(choice, earlier).append(token_id)
 
     def first_token(self, script: Script, choice: int) -> pb.FirstToken:
         """What prefill draws for a choice, with the stop rules applied."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.support.fake_cache import FakeCache
 from tests.support.fake_job import FIRST_TOKEN, AttemptKey, Job, Script, counting_token, fake_logprobs
+from tests.support.fake_kept import FakeKept
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.v1 import control_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
@@ -57,7 +58,7 @@ class _Session:
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """``await start()``, then give ``record()`` to a router.
 
-    ``overlaps``: attempts that came while an older attempt of the same request was still held here.
+    ``overlaps``: attempts that came while an older attempt of the same request was still held here. ``calls``: streams so far.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.decodes: list[pb.DecodeCommand] = []
         self.cancels: list[AttemptKey] = []
         self.overlaps: list[AttemptKey] = []
+        self.kept = FakeKept(name)
+        self.calls = 0
         self.sessions: list[_Session] = []
         self.port = 0
         # With one, prefills report what they really found in it, and it publishes its KV events.
@@ -154,6 +157,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.SessionResponse]:
+        self.calls += 1
         first = await anext(request_iterator)
         hello = first.hello
         if (hello.worker.name, hello.worker.incarnation) != (self.key.name, self.key.incarnation):
@@ -172,8 +176,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             self.sessions.remove(session)
             for job in list(session.jobs.values()):
+                self.kept.keep(job)
                 if job.task is not None:
                     job.task.cancel()
+
+    async def TakeOver(
+        self, request: pb.TakeOverRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TakeOverResponse:
+        for session in self.sessions:
+            for job in [job for job in session.jobs.values() if self.kept.means(request, job)]:
+                self.kept.keep(job)
+                self._fail(session, job, pb.FAILURE_REASON_TAKEN_OVER)
+        return self.kept.answer(request)
 
     async def _read(self, session: _Session, requests: AsyncIterator[pb.SessionRequest]) -> None:
         async for request in requests:
@@ -187,7 +201,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             elif kind == "cancel":
                 key = (request.cancel.id.request_id, request.cancel.id.attempt)
                 self.cancels.append(key)
-                self._background(self._cancel(session, key))
+                self._background(self._cancel(session, key, request.cancel.keep))
         session.outbox.put_nowait(None)
 
     def _background(self, work: Coroutine[object, object, None]) -> None:
@@ -205,12 +219,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if any(held[0] == key[0] for held in self.held):
             self.overlaps.append(key)
         job = Job(key, np.frombuffer(command.prompt.token_ids, "<i4"), command.draw)
+        if isinstance(command, pb.DecodeCommand) and command.HasField("portable"):
+            job.portable = command.portable
         session.jobs[key] = job
         job.task = asyncio.create_task(run(session, job, command))
 
-    async def _cancel(self, session: _Session, key: AttemptKey) -> None:
+    async def _cancel(self, session: _Session, key: AttemptKey, keep: bool) -> None:
         await asyncio.sleep(self.script.cancel_seconds)
         job = session.jobs.pop(key, None)
+        if job is not None:
+            self.kept.keep(job, forget=not keep)
         session.running.pop(key, None)
         if job is not None and job.task is not None:
             job.task.cancel()
@@ -278,12 +296,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             session.send(reserved=pb.Reserved(id=command.id, cached_blocks=script.reserved_cached_blocks))
         first = await self._received(session, job, command, script)
         for token in first or ():
+            job.drew(token.index, token.token_id)
             if not token.finish:
                 job.offsets[token.index] = job.draw.drawn + 1
         if first is None:
             return
         if not job.offsets:
             session.jobs.pop(job.key, None)
+            self.kept.keep(job)
             return
         session.running[job.key] = job
         if len(session.running) == 1:
@@ -306,6 +326,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._fail(session, job, pb.FAILURE_REASON_PEER_LOST)
             return None
         await asyncio.sleep(script.handoff_seconds)
+        if script.handoff_gate is not None:
+            await script.handoff_gate.wait()
         if script.fail_handoff is not None:
             self._fail(session, job, script.fail_handoff)
             return None
@@ -330,9 +352,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             step = pb.StepTokens()
             failed: list[Job] = []
             for job in list(session.running.values()):
-                limit = self.script.fail_after_tokens
-                if limit is not None and max(job.offsets.values()) - job.draw.drawn >= limit:
+                drawn = max(job.offsets.values()) - job.draw.drawn
+                limit, hold = self.script.fail_after_tokens, self.script.hold_after_tokens
+                if limit is not None and drawn >= limit:
                     failed.append(job)
+                    continue
+                if hold is not None and drawn >= hold:
                     continue
                 self._step_job(session, job, step)
             if step.tokens:
@@ -350,11 +375,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if job.draw.HasField("logprobs"):
                 token.logprobs.CopyFrom(fake_logprobs(token_id, job.draw.logprobs))
             job.offsets[choice] = offset + 1
+            job.drew(choice, token_id)
             if finish:
                 del job.offsets[choice]
         if not job.offsets:
             session.running.pop(job.key)
             session.jobs.pop(job.key, None)
+            self.kept.keep(job)
 
 
 def _id(key: AttemptKey) -> pb.AttemptId:

@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -33,12 +32,12 @@ def test_calls_without_deadline_have_none(left: float | None) -> None:
 
 
 def test_what_is_left_travels() -> None:
-    sent = Deadline.of_call(Context(5.0))  # type: ignore[arg-type]
+    sent = Deadline.of_call(Context(1000.0))  # type: ignore[arg-type]
     left = sent.to_proto()
     assert left is not None
     got = Deadline.from_proto(left).remaining()
     assert got is not None
-    assert 4.5 < got <= 5.0
+    assert 900 < got <= 1000
 
 
 def test_an_expired_deadline_stays_expired_on_the_wire() -> None:
@@ -97,7 +96,7 @@ def start(hang: bool) -> subprocess.Popen[str]:
 def test_a_signal_sets_the_stop_event(number: signal.Signals) -> None:
     process = start(hang=False)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == ("stopping\nclean\n", 0)
 
 
@@ -106,8 +105,6 @@ def test_a_second_signal_ends_a_hanging_stop() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     assert process.stdout.readline() == "stopping\n"
-    started = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.wait(timeout=20)
+    process.wait(timeout=60)
     assert process.returncode == -signal.SIGTERM
-    assert time.monotonic() - started < 10

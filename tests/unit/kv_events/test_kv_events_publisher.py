@@ -31,10 +31,10 @@ class Subscriber:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.SUBSCRIBE, wire.worker_prefix(kind, KEY.name))
-        self.sub.setsockopt(zmq.RCVTIMEO, 5000)
+        self.sub.setsockopt(zmq.RCVTIMEO, 60_000)
         self.sub.connect(f"tcp://{publisher.events_endpoint}")
         self.dealer = self.context.socket(zmq.DEALER)
-        self.dealer.setsockopt(zmq.RCVTIMEO, 5000)
+        self.dealer.setsockopt(zmq.RCVTIMEO, 60_000)
         self.dealer.connect(f"tcp://{publisher.replay_endpoint}")
 
     def next(self) -> tuple[bytes, int, bytes]:

@@ -44,20 +44,23 @@ async def test_an_answer_from_start_to_end(model_path: Path) -> None:
             for field in done.timings.DESCRIPTOR.fields
         }
         assert times["prefill"] >= 0.02
-        assert times["handoff"] >= 0.02
-        assert times["decode"] >= 4 * 0.005
+        assert min(times["handoff"], times["decode"]) > 0, (
+            "as the router hears of it, whatever the order of its streams"
+        )
+        assert times["total"] >= 0.02 + 0.02 + 4 * 0.005
         hops = sum(times[name] for name in ("tokenize", "queue", "reserve", "prefill", "handoff", "decode"))
         assert hops == pytest.approx(times["total"], abs=1e-6), "every moment belongs to one hop"
-        assert times["time_to_first_token"] <= times["total"] - 4 * 0.005
+        assert 0.02 <= times["time_to_first_token"] <= times["total"]
         await cluster.assert_quiescent()
         assert not any(made.cancels for made in cluster.workers.values()), "both legs ended by themselves"
 
 
 async def test_the_first_token_does_not_wait_for_the_hand_off(model_path: Path) -> None:
-    async with fake_cluster(model_path, decode_script=Script(handoff_seconds=1.0)) as cluster:
+    never = asyncio.Event()
+    async with fake_cluster(model_path, decode_script=Script(handoff_gate=never)) as cluster:
         call = cluster.stub.Generate(generate())
-        started = await asyncio.wait_for(call.read(), 0.5)
-        first = await asyncio.wait_for(call.read(), 0.5)
+        started = await asyncio.wait_for(call.read(), 60)
+        first = await asyncio.wait_for(call.read(), 60)
         assert started.WhichOneof("event") == "started"
         assert list(first.tokens.token_ids) == [FIRST_TOKEN]
         call.cancel()
@@ -80,8 +83,10 @@ async def test_two_choices_share_a_prompt(model_path: Path) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_the_first_token_may_be_the_last(model_path: Path, n: int) -> None:
     """Finished without a decode step; the hand-off may go on, and both sides are free after it."""
-    async with fake_cluster(model_path, decode_script=Script(handoff_seconds=0.3)) as cluster:
-        answer = await asyncio.wait_for(cluster.ask(generate(max_tokens=1, n=n)), 0.25)
+    gate = asyncio.Event()
+    async with fake_cluster(model_path, decode_script=Script(handoff_gate=gate)) as cluster:
+        answer = await cluster.ask(generate(max_tokens=1, n=n))
+        gate.set()
         assert [answer.tokens(index) for index in range(n)] == [[FIRST_TOKEN + index] for index in range(n)]
         assert answer.finished.usage.completion_tokens == n
         await cluster.assert_quiescent()
@@ -103,13 +108,13 @@ async def test_a_stop_token_ends_the_answer(model_path: Path) -> None:
 
 async def test_a_stop_string_across_tokens_stops_the_worker(model_path: Path) -> None:
     async with fake_cluster(model_path, decode_script=Script(step_seconds=0.002)) as cluster:
-        request = generate(max_tokens=2000)
+        request = generate(max_tokens=4000)
         request.stop.stop_strings.extend(["EFG", "nothing"])
         answer = await cluster.ask(request)
         assert answer.text() == "ABCD"
         assert answer.tokens() == [FIRST_TOKEN + at for at in range(7)]
         assert answer.finished.choices[0] == pb.ChoiceFinish(reason=pb.FINISH_REASON_STOP, stop_string="EFG")
-        await until(lambda: cluster.workers["d0"].cancels, 0.5)
+        await until(lambda: cluster.workers["d0"].cancels)
         await cluster.assert_quiescent()
         assert len(cluster.workers["d0"].cancels) == 1, "the decode worker would have gone on"
         assert not cluster.workers["p0"].prefills[0].draw.stop.stop_strings
@@ -192,13 +197,17 @@ async def test_prefill_must_draw_exactly_one_token_a_choice(model_path: Path) ->
 async def test_tokens_gather_for_the_configured_interval(model_path: Path) -> None:
     interval = 0.4
     settings: dict[str, object] = {"stream_interval_seconds": interval}
-    # Other tokens come before the interval has passed: a first token that waited for it would not come alone.
-    script = Script(handoff_seconds=0.2, step_seconds=0.02)
+    gate = asyncio.Event()
+    script = Script(handoff_gate=gate, step_seconds=0.02)
     async with fake_cluster(model_path, decode_script=script, settings=settings) as cluster:
-        answer = await cluster.ask(generate(max_tokens=40))
-        sizes = [len(event.tokens.token_ids) for event in answer.events[1:-1]]
-        times = answer.finished.timings
-        assert sizes[0] == 1, "the first token is sent at once"
+        call = cluster.stub.Generate(generate(max_tokens=40))
+        events = [await call.read() for _ in range(2)]
+        assert len(events[1].tokens.token_ids) == 1, "the first token is sent at once: there is no other yet"
+        gate.set()
+        while (event := await call.read()) is not grpc.aio.EOF:
+            events.append(event)
+        sizes = [len(event.tokens.token_ids) for event in events[1:-1]]
+        times = events[-1].finished.timings
         assert sum(sizes) == 40
         assert len(sizes) <= 3 + times.total.ToNanoseconds() / 1e9 / interval, sizes
 
@@ -220,7 +229,7 @@ async def test_a_slow_client_gets_few_messages_and_all_tokens(model_path: Path) 
         release = asyncio.Event()
         reader = asyncio.create_task(slow_reader(cluster, request, release))
         # The workers are done and free while the client still has most of it to read.
-        await until(lambda: cluster.router.core.stats()["state_Finished"], 15)
+        await until(lambda: cluster.router.core.stats()["state_Finished"])
         assert not cluster.held()
         release.set()
         answer = await reader
@@ -237,7 +246,7 @@ async def test_what_a_slow_client_may_leave_unread_is_bounded(model_path: Path) 
         request = generate(max_tokens=60_000, logprobs=20)
         release = asyncio.Event()
         reader = asyncio.create_task(slow_reader(cluster, request, release))
-        await until(lambda: cluster.workers["d0"].cancels, 15)
+        await until(lambda: cluster.workers["d0"].cancels)
         await until(lambda: cluster.router.core.stats()["reservations"] == 0)
         await until(lambda: not cluster.held())
         release.set()

@@ -219,6 +219,6 @@ async def test_health_says_whether_a_model_can_be_asked(model_path: Path) -> Non
         assert await status(SERVICE) != serving
         await cluster.add("d0", 2, model_path=str(model_path))  # type: ignore[arg-type]
         await cluster.ready()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while await status(SERVICE) != serving:  # noqa: ASYNC110 - the condition is an answer over the wire
                 await asyncio.sleep(0.05)

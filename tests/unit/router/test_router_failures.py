@@ -2,16 +2,17 @@
 """Everything that can end a request early: the client hears the one cause, and nothing is left anywhere."""
 
 import asyncio
-import time
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.support.fake_cluster import DRAINING, FakeCluster, collect, fake_cluster, generate, prompt
+from tests.support.fake_cluster import DRAINING, Answer, FakeCluster, collect, fake_cluster, generate, prompt
 from tests.support.fake_worker import FIRST_TOKEN, FakeWorker, Script
 from tests.support.waiting import until
+from twinpool.v1 import inference_pb2
 from twinpool.v1 import worker_pb2 as pb
 
 SLOW = 30.0
@@ -65,9 +66,7 @@ async def test_a_failed_prefill_ends_the_waiting_decode(
 ) -> None:
     script = Script(fail_prefill=reason, detail="the prompt is bad")
     async with fake_cluster(model_path, prefill_script=script) as cluster:
-        before = time.monotonic()
         answer = await cluster.ask(generate())
-        assert time.monotonic() - before < 1.0
         assert answer.code is code
         assert answer.error is not None
         assert "the prompt is bad" in answer.error.message, "the worker's own text"
@@ -158,12 +157,14 @@ async def test_whether_a_dead_prefill_worker_is_missed_is_for_the_decode_worker_
     model_path: Path, pulled: bool
 ) -> None:
     """It dies between the first token and the end of the hand-off: the reader holds all by then, or it does not."""
-    script = Script(handoff_seconds=0.2, fail_handoff=None if pulled else pb.FAILURE_REASON_PEER_LOST)
+    gate = asyncio.Event()
+    script = Script(handoff_gate=gate, fail_handoff=None if pulled else pb.FAILURE_REASON_PEER_LOST)
     settings: dict[str, object] = {"max_resumes": 0}
     async with fake_cluster(model_path, decode_script=script, settings=settings) as cluster:
         task = asyncio.create_task(cluster.ask(generate(max_tokens=5)))
         await until(lambda: handing_off(cluster))
         await cluster.workers["p0"].kill()
+        gate.set()
         answer = await task
         if pulled:
             assert answer.text() == "ABCDE"
@@ -186,10 +187,10 @@ async def test_a_dead_worker_gets_no_more_requests_and_comes_back(model_path: Pa
         assert all(answer.finished.attempts == 1 for answer in answers), "it was not even tried"
         await victim.start()
         await until(lambda: session.up)
-        await asyncio.sleep(0.3)
-        before = len(victim.decodes)
-        await asyncio.gather(*(cluster.ask(generate(prompt(40, seed))) for seed in range(20, 40)))
-        assert len(victim.decodes) > before
+        before, seeds = len(victim.decodes), itertools.count(20)
+        async with asyncio.timeout(60):
+            while len(victim.decodes) == before:
+                await asyncio.gather(*(cluster.ask(generate(prompt(40, next(seeds)))) for _ in range(8)))
         await cluster.assert_quiescent()
 
 
@@ -211,7 +212,7 @@ async def test_another_incarnation_takes_over_the_name(model_path: Path) -> None
 
 
 async def test_a_decode_worker_that_does_not_answer_is_given_up(model_path: Path) -> None:
-    settings: dict[str, object] = {"reserve_timeout_seconds": 0.2}
+    settings: dict[str, object] = {"reserve_timeout_seconds": 1.0}
     async with fake_cluster(model_path, decode=2, settings=settings) as cluster:
         cluster.workers["d0"].script = Script(silent={"reserved"})
         answers = await asyncio.gather(*(cluster.ask(generate(prompt(40, seed))) for seed in range(4)))
@@ -225,7 +226,7 @@ async def test_a_removed_worker_finishes_what_it_has(model_path: Path) -> None:
         await until(lambda: any(session.running for session in cluster.workers["d0"].sessions))
         cluster.router.fleet.remove(cluster.workers["d0"].record())
         assert (await task).error is None
-        await until(lambda: not cluster.workers["d0"].sessions, 3)
+        await until(lambda: not cluster.workers["d0"].sessions)
         assert cluster.router.core.stats()["reservations"] == 0
 
 
@@ -261,6 +262,26 @@ PHASES: dict[str, tuple[Callable[[FakeCluster], bool], Script, Script]] = {
 }
 
 
+Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+async def begun_call(
+    cluster: FakeCluster,
+    request: inference_pb2.GenerateRequest,
+    how: str,
+    reached: Callable[[FakeCluster], bool],
+) -> tuple[Call, "asyncio.Task[Answer]"]:
+    """A call that is in the phase. Its deadline, if that is to end it, is as short as this machine allows."""
+    for seconds in (0.4, 4.0, 40.0):
+        call = cluster.stub.Generate(request, timeout=seconds if how == "deadline" else None)
+        task = asyncio.create_task(collect(call))
+        await until(lambda task=task: reached(cluster) or task.done())  # type: ignore[misc]
+        if not task.done():
+            return call, task
+        await cluster.assert_quiescent()
+    raise AssertionError("the phase is not reached")
+
+
 @pytest.mark.parametrize("how", ["cancel", "deadline", "disconnect"])
 @pytest.mark.parametrize("phase", PHASES)
 async def test_the_end_by_the_client_reaches_both_workers(model_path: Path, phase: str, how: str) -> None:
@@ -268,9 +289,7 @@ async def test_the_end_by_the_client_reaches_both_workers(model_path: Path, phas
     async with fake_cluster(
         model_path, prefill_script=prefill_script, decode_script=decode_script
     ) as cluster:
-        call = cluster.stub.Generate(generate(max_tokens=2000), timeout=0.4 if how == "deadline" else None)
-        task = asyncio.create_task(collect(call))
-        await until(lambda: reached(cluster))
+        call, task = await begun_call(cluster, generate(max_tokens=4000), how, reached)
         begun = {name for name, worker in cluster.workers.items() if worker.held}
         if how == "cancel":
             call.cancel()
@@ -292,9 +311,7 @@ async def test_the_end_by_the_client_while_it_waits(model_path: Path, how: str) 
         await cluster.add("d0", pb.ROLE_DECODE, model_path=str(model_path))
         await cluster.ready()
         cluster.router.fleet.upsert(cluster.workers["d0"].record(DRAINING))
-        call = cluster.stub.Generate(generate(), timeout=0.3 if how == "deadline" else None)
-        task = asyncio.create_task(collect(call))
-        await until(lambda: queued(cluster))
+        call, task = await begun_call(cluster, generate(), how, queued)
         if how == "cancel":
             call.cancel()
         assert (await task).code is (
@@ -313,7 +330,7 @@ async def test_a_cancel_that_is_not_acknowledged_holds_nothing_up_for_long(model
         await until(lambda: prefilling(cluster))
         call.cancel()
         await task
-        await until(lambda: not len(cluster.router.background), 2)
+        await until(lambda: not len(cluster.router.background))
         await cluster.assert_quiescent()
 
 
@@ -333,7 +350,8 @@ async def test_a_full_queue_refuses_with_the_limit_and_a_delay(model_path: Path)
     settings: dict[str, object] = {"max_queue_requests": 2}
     async with fake_cluster(model_path, settings=settings) as cluster:
         cluster.router.fleet.upsert(cluster.workers["d0"].record(DRAINING))
-        waiting = [asyncio.create_task(cluster.ask(generate(), timeout=1.0)) for _ in range(2)]
+        waiting = [cluster.stub.Generate(generate()) for _ in range(2)]
+        ends = [asyncio.create_task(collect(call)) for call in waiting]
         await until(lambda: cluster.router.core.stats()["queued"] == 2)
         answer = await cluster.ask(generate())
         assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -342,7 +360,9 @@ async def test_a_full_queue_refuses_with_the_limit_and_a_delay(model_path: Path)
         assert answer.error.retry_after is not None
         assert answer.error.metadata["limit"] == "max_queue_requests=2"
         assert answer.error.message == "the queue is full; the limit is max_queue_requests=2"
-        await asyncio.gather(*waiting)
+        for call in waiting:
+            call.cancel()
+        await asyncio.gather(*ends)
         await cluster.assert_quiescent()
 
 
@@ -350,7 +370,7 @@ async def test_a_stop_waits_for_running_streams(model_path: Path) -> None:
     async with fake_cluster(model_path, decode_script=Script(step_seconds=0.01)) as cluster:
         task = asyncio.create_task(cluster.ask(generate(max_tokens=30)))
         await until(lambda: decoding(cluster))
-        await cluster.router.stop(5.0)
+        await cluster.router.stop(60.0)
         assert (await task).finished.usage.completion_tokens == 30
         refused = await cluster.ask(generate())
         assert refused.code is grpc.StatusCode.UNAVAILABLE

@@ -217,7 +217,7 @@ async def test_the_worker_dies_after_its_first_token(model_path: Path) -> None:
     async with cached_cluster(model_path, LOCAL, decode=2) as cluster:
         await learn(cluster, "d0", PROMPT)
         doomed = cluster.workers["d0"]
-        doomed.script = Script(step_seconds=0.02)
+        doomed.script = Script(step_seconds=0.02, hold_after_tokens=8)
         asking = asyncio.create_task(cluster.ask(generate(PROMPT, max_tokens=60)))
         await until(lambda: any(session.running for session in doomed.sessions))
         await doomed.kill()
@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_while_the_prompt_is_computed(model_path: Pat
     async with cached_cluster(model_path, LOCAL) as cluster:
         worker = cluster.workers["d0"]
         worker.script = Script(prefill_gate=asyncio.Event())
-        call = cluster.stub.Generate(generate(prompt(20)), timeout=20.0)
+        call = cluster.stub.Generate(generate(prompt(20)), timeout=120.0)
         asking = asyncio.create_task(collect(call))
         await until(lambda: worker.decodes)
         call.cancel()

@@ -40,7 +40,8 @@ def client_has_tokens(cluster: FakeCluster) -> bool:
 
 
 async def kill_under(cluster: FakeCluster, request: inference_pb2.GenerateRequest, kills: int = 1) -> Answer:
-    """Asks, and kills the decode worker so often while the answer runs."""
+    """Asks, and kills the decode worker so often in the middle of the answer, where it waits for that."""
+    hold(cluster, 8)
     task = asyncio.create_task(cluster.ask(request))
     killed: list[str] = []
     for _ in range(kills):
@@ -49,7 +50,14 @@ async def kill_under(cluster: FakeCluster, request: inference_pb2.GenerateReques
         assert name is not None
         killed.append(name)
         await cluster.workers[name].kill()
+    hold(cluster, None)
     return await task
+
+
+def hold(cluster: FakeCluster, tokens: int | None) -> None:
+    """No worker draws more than so many tokens of an answer."""
+    for made in cluster.workers.values():
+        made.script.hold_after_tokens = tokens
 
 
 async def test_it_goes_on_at_the_next_token(model_path: Path) -> None:
@@ -165,7 +173,7 @@ async def test_a_client_that_does_not_read_is_not_served_again(model_path: Path)
     """No other worker would make it faster."""
     settings: dict[str, object] = {"max_buffered_tokens": 16}
     async with fake_cluster(model_path, decode=2, settings=settings) as cluster:
-        call = cluster.stub.Generate(generate(max_tokens=3000), timeout=20.0)
+        call = cluster.stub.Generate(generate(max_tokens=3000), timeout=120.0)
         await until(lambda: cluster.router.admission.active == 0 and commands(cluster))
         assert len(commands(cluster)) == 1
         call.cancel()
@@ -184,10 +192,12 @@ async def test_answers_move_off_a_decode_worker_that_drains(model_path: Path) ->
     settings: dict[str, object] = {"finish_seconds": 0.0, "max_resumes": 0}
     script = Script(step_seconds=0.02)
     async with fake_cluster(model_path, decode=2, decode_script=script, settings=settings) as cluster:
+        hold(cluster, 8)
         asking = [asyncio.create_task(cluster.ask(generate(prompt(20, s), max_tokens=150))) for s in range(4)]
         await until(lambda: running_on(cluster, ["d1"]) and running_on(cluster, ["d0"]))
         drain(cluster, "d0")
         await until(lambda: not cluster.workers["d0"].held)
+        hold(cluster, None)
         for answer in await asyncio.gather(*asking):
             assert (answer.error, answer.tokens()) == (None, expected(150))
             assert answer.finished.decode_worker == "d1"

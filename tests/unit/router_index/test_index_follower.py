@@ -193,7 +193,7 @@ def test_a_worker_that_comes_back_is_in_step_again(world: World) -> None:
     fill(cache, 6)
     for proxy in proxies:
         proxy.heal()
-    wait_until(lambda: world.held() == 6, 15.0)
+    wait_until(lambda: world.held() == 6)
     wait_until(lambda: world.status().state == "live")
     for proxy in proxies:
         proxy.close()
@@ -226,7 +226,7 @@ def test_a_hundred_workers_start_a_few_at_a_time(world: World) -> None:
     for cache in caches:
         fill(cache, 3)
         world.follow(cache)
-    wait_until(lambda: all(world.held(cache.key.name) == 3 for cache in caches), 15.0)
+    wait_until(lambda: all(world.held(cache.key.name) == 3 for cache in caches))
 
 
 class Rogue:
@@ -244,7 +244,7 @@ class Rogue:
     def say(self, frames: list[bytes]) -> None:
         # The first subscription says that somebody listens.
         if not self._heard:
-            self._pub.setsockopt(zmq.RCVTIMEO, 5000)
+            self._pub.setsockopt(zmq.RCVTIMEO, 60_000)
             self._pub.recv()
             self._heard = True
         self._pub.send_multipart(frames)

@@ -73,7 +73,7 @@ def test_followed_workers_that_come_and_go_leave_nothing_behind() -> None:
             cache.use(hashes, b"r" * 16, 32 * 16 + 1)
             add_worker(core, cache.key)
             follower.follow(cache.key, WorkerRecord(**cache.endpoints()))
-        wait_until(lambda: core.stats()["index_blocks"] == 6 * 32, 20.0)
+        wait_until(lambda: core.stats()["index_blocks"] == 6 * 32)
         for cache in caches:
             core.remove_worker(0.0, cache.key.name, cache.key.incarnation)
             follower.drop(cache.key)

@@ -57,7 +57,7 @@ class View:
 
     async def __aenter__(self) -> "View":
         await self.watch.start()
-        assert await self.watch.wait_synced(5)
+        assert await self.watch.wait_synced(60)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -72,7 +72,7 @@ class Registered:
 
     async def __aenter__(self) -> Registration:
         await self.registration.start()
-        assert await self.registration.wait_registered(5)
+        assert await self.registration.wait_registered(60)
         return self.registration
 
     async def __aexit__(self, *_: object) -> None:
@@ -137,7 +137,7 @@ async def test_a_restarted_worker_replaces_its_old_incarnation(store: EtcdStore,
                 ("removed", "w", 7, WORKER_STATE_STARTING),
                 ("added", "w", 8, WORKER_STATE_READY),
             ]
-            await asyncio.wait_for(superseded.wait(), 5)
+            await asyncio.wait_for(superseded.wait(), 60)
             assert first.superseded
             assert not first.registered
             # The loser's news and its end leave the winner's record alone.
@@ -158,7 +158,7 @@ async def test_a_lost_lease_is_noticed_and_made_good(store: EtcdStore, keys: Key
         assert item is not None
         losses = REGISTRY.get_sample_value("twinpool_membership_lease_losses_total") or 0
         store.revoke(item.lease_id)
-        await until(lambda: [event[0] for event in view.events] == ["added", "removed", "added"], TTL + 2)
+        await until(lambda: [event[0] for event in view.events] == ["added", "removed", "added"])
         # The callback comes on the loop, a moment after the state.
         await until(lambda: registration.registered and changes == [True, False, True])
         assert REGISTRY.get_sample_value("twinpool_membership_lease_losses_total") == losses + 1
@@ -179,7 +179,7 @@ async def test_a_record_that_somebody_harmed_is_put_again(store: EtcdStore, keys
             found = store.get(key)
             return found is not None and WorkerRecord.FromString(found.value) == worker()
 
-        await until(lambda: (store.get(key) or registration) and _parses(store, key) and intact(), TTL + 1)
+        await until(lambda: (store.get(key) or registration) and _parses(store, key) and intact())
         assert registration.registered
 
 
@@ -239,7 +239,7 @@ async def test_events_begin_with_what_there_is_and_end_with_stop(store: EtcdStor
         store.put(keys.worker("default", "b"), worker("b").SerializeToString())
         store.delete(keys.worker("default", "a"))
         await until(lambda: len(seen) == 6)
-    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert sorted(seen, key=str) == sorted(
         [(EventKind.ADDED, "a"), (EventKind.ADDED, "b"), (EventKind.REMOVED, "a")] * 2, key=str
     )
@@ -262,7 +262,7 @@ async def test_a_ghost_is_gone_soon_after_the_cut_heals(
         store.compact(store.put(keys.worker("default", "fresh"), worker("fresh").SerializeToString()))
         assert len(view.watch.records()) == 2, "without etcd the last view stays"
         proxy.heal()
-        await until(lambda: len(view.events) == 4, 2)
+        await until(lambda: len(view.events) == 4)
         assert {event[:2] for event in view.events[2:]} == {("removed", "ghost"), ("added", "fresh")}
 
 
@@ -272,16 +272,16 @@ async def test_after_an_outage_the_living_get_a_grace(
     proxy, far = proxied
     for name in ("alive", "dead"):
         store.put(keys.worker("default", name), worker(name).SerializeToString())
-    options = {"is_alive": lambda record: record.worker.name == "alive", "grace_seconds": 1.0}
+    options = {"is_alive": lambda record: record.worker.name == "alive", "grace_seconds": 3.0}
     async with View(far, keys, **options) as view:
         await until(lambda: len(view.events) == 2)
         proxy.cut()
         await until(lambda: not view.watch.connected)
         store.delete_prefix(keys.workers())
         proxy.heal()
-        await until(lambda: view.events[2:] == [("removed", "dead", 7, WORKER_STATE_STARTING)], 10)
+        await until(lambda: view.events[2:] == [("removed", "dead", 7, WORKER_STATE_STARTING)])
         store.put(keys.worker("default", "alive"), worker("alive").SerializeToString())
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.5)
         assert len(view.events) == 3, "it came back in time, so nothing happened"
         # A removal that the watch itself reports is a removal, alive or not.
         store.delete_prefix(keys.workers())
@@ -311,11 +311,11 @@ async def test_a_long_black_hole_ends_in_a_new_registration(
     async with View(store, keys) as view, Registered(far, keys, worker()) as registration:
         await until(lambda: view.events)
         proxy.stall()
-        await until(lambda: not registration.registered, TTL + 2)
-        await until(lambda: len(view.events) == 2, TTL + 3)
+        await until(lambda: not registration.registered)
+        await until(lambda: len(view.events) == 2)
         registration.update_state(WORKER_STATE_READY)
         proxy.heal()
-        await until(lambda: len(view.events) == 3, TTL + 2)
+        await until(lambda: len(view.events) == 3)
         assert [event[0] for event in view.events] == ["added", "removed", "added"]
         assert view.events[2][3] == WORKER_STATE_READY, "what changed meanwhile is not forgotten"
         await until(lambda: registration.registered)
@@ -338,10 +338,8 @@ async def test_a_killed_store_changes_nothing(kind: str, tmp_path: Path, keys: K
             await until(lambda: not view.watch.connected)
             await asyncio.sleep(TTL if kind == "embedded" else 0.2)
             server = await run_on(lambda: launch(kind, tmp_path, port))
-            await until(lambda: view.watch.connected, 5)
-            await until(
-                lambda: registration.registered and stores[0].get(keys.worker("default", "w")), TTL + 2
-            )
+            await until(lambda: view.watch.connected)
+            await until(lambda: registration.registered and stores[0].get(keys.worker("default", "w")))
             await asyncio.sleep(0.3)
             assert view.events == [("added", "w", 7, WORKER_STATE_STARTING)]
     finally:
@@ -362,9 +360,9 @@ async def test_who_does_not_come_back_after_a_wipe_is_removed(tmp_path: Path, ke
             await asyncio.to_thread(server.kill)
             await until(lambda: not view.watch.connected)
             server = await run_on(lambda: launch("embedded", tmp_path, port))
-            await until(lambda: view.watch.connected, 5)
+            await until(lambda: view.watch.connected)
             assert len(view.watch.records()) == 1
-            await until(lambda: len(view.events) == 2, 4)
+            await until(lambda: len(view.events) == 2)
             assert view.events[1][0] == "removed"
     finally:
         store.close()
@@ -385,11 +383,11 @@ async def test_a_registration_may_begin_before_the_store(keys: Keys) -> None:
     server = EmbeddedEtcd(port=port)
     server.start()
     try:
-        assert await registration.wait_registered(3)
-        await until(watch.records, 3)
+        assert await registration.wait_registered(60)
+        await until(watch.records)
     finally:
         await watch.stop()
         await asyncio.to_thread(server.stop)
         # Without a store the stop is still bounded, and raises nothing.
-        await asyncio.wait_for(registration.stop(), 5)
+        await asyncio.wait_for(registration.stop(), 60)
         store.close()

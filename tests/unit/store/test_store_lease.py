@@ -75,19 +75,26 @@ def scripted() -> Iterator[tuple[ScriptedStore, User, LeaseKeeper]]:
     keeper.stop()
 
 
+@pytest.fixture(params=[3])
+def patient(request: pytest.FixtureRequest) -> Iterator[tuple[ScriptedStore, User, LeaseKeeper]]:
+    """As ``scripted``, with a lease of more seconds: room for a machine that stands still for one."""
+    store, user = ScriptedStore(ttl=request.param), User()
+    keeper = LeaseKeeper(store, request.param, user, name="test")
+    keeper.start()
+    wait_until(lambda: user.held)
+    yield store, user, keeper
+    keeper.stop()
+
+
 Scripted = tuple[ScriptedStore, User, LeaseKeeper]
 UNAVAILABLE = TwinpoolError("STORE_UNAVAILABLE")
 
 
-def test_it_renews_well_before_the_end(scripted: Scripted) -> None:
-    store, user, keeper = scripted
-    ended = time.monotonic() + 1.5
-    while time.monotonic() < ended:
-        assert keeper.valid
-        time.sleep(0.01)
-    assert store.grants == 1
-    assert 2 <= store.renewals <= 10
-    assert user.losses == 0
+def test_it_renews_well_before_the_end(patient: Scripted) -> None:
+    store, user, keeper = patient
+    wait_until(lambda: store.renewals >= 1)
+    assert keeper.valid, "renewed while half of the time was left"
+    assert (store.grants, user.losses) == (1, 0)
 
 
 def test_a_loss_is_told_once_and_ended_at_once(scripted: Scripted) -> None:
@@ -97,19 +104,19 @@ def test_a_loss_is_told_once_and_ended_at_once(scripted: Scripted) -> None:
     store.fault = None
     wait_until(lambda: user.held[-1] == 2)
     assert (user.losses, store.grants) == (1, 2)
-    assert keeper.valid
+    wait_until(lambda: keeper.valid)
 
 
 def test_without_the_store_the_own_clock_decides(scripted: Scripted) -> None:
     store, user, keeper = scripted
     store.fault = UNAVAILABLE
-    wait_until(lambda: user.losses, 3)
+    wait_until(lambda: user.losses)
     assert not keeper.valid
     time.sleep(0.5)  # nothing may happen meanwhile
     assert user.losses == 1
     # The lease may have been prolonged by a restarted etcd: it is asked for before another is granted.
     store.fault = None
-    wait_until(lambda: keeper.valid, 3)
+    wait_until(lambda: keeper.valid)
     assert store.grants == 1
 
 
@@ -128,17 +135,17 @@ def test_faults_of_the_user_do_not_end_the_keeper(scripted: Scripted) -> None:
     user.fault = None
     held = len(user.held)
     wait_until(lambda: len(user.held) > held)
-    assert keeper.valid
+    wait_until(lambda: keeper.valid)
 
 
-def test_a_nudge_holds_soon_and_stop_revokes(scripted: Scripted) -> None:
-    store, user, keeper = scripted
+@pytest.mark.parametrize("patient", [3600], indirect=True)
+def test_a_nudge_holds_soon_and_stop_revokes(patient: Scripted) -> None:
+    # By itself it would renew in half an hour: what is held meanwhile was nudged for.
+    store, user, keeper = patient
     for _ in range(3):
         held = len(user.held)
-        started = time.monotonic()
         keeper.nudge()
         wait_until(lambda held=held: len(user.held) > held)  # type: ignore[misc]
-        assert time.monotonic() - started < 0.2
     store.fault = UNAVAILABLE
     keeper.stop()
     assert store.revoked == [1]
@@ -148,11 +155,11 @@ def test_a_nudge_holds_soon_and_stop_revokes(scripted: Scripted) -> None:
 
 
 class Candidate:
-    def __init__(self, store: EtcdStore, keys: Keys, name: bytes) -> None:
+    def __init__(self, store: EtcdStore, keys: Keys, name: bytes, ttl_seconds: int = TTL) -> None:
         self.name = name
         self.changes: list[bool] = []
         self.election = Election(
-            store, keys.leader("controller"), name, ttl_seconds=TTL, on_change=self.changes.append
+            store, keys.leader("controller"), name, ttl_seconds=ttl_seconds, on_change=self.changes.append
         )
         self.election.start()
 
@@ -165,7 +172,8 @@ def leading(candidates: list[Candidate]) -> Candidate:
 
 
 def test_one_leads_and_the_next_follows_at_once(store: EtcdStore, keys: Keys) -> None:
-    waiting = [Candidate(store, keys, b"%d" % number) for number in range(3)]
+    # No lease ends while this runs: who follows was told.
+    waiting = [Candidate(store, keys, b"%d" % number, ttl_seconds=3600) for number in range(3)]
     fences = []
     while waiting:
         leader = leading(waiting)
@@ -173,12 +181,8 @@ def test_one_leads_and_the_next_follows_at_once(store: EtcdStore, keys: Keys) ->
             wait_until(lambda name=leader.name, follower=candidate.election: follower.leader() == name)  # type: ignore[misc]
         fences.append(leader.election.fence)
         waiting.remove(leader)
-        started = time.monotonic()
         leader.election.stop()
         assert (leader.changes, leader.election.fence) == ([True, False], 0)
-        if waiting:
-            leading(waiting)
-            assert time.monotonic() - started < TTL, "at once, not when the lease ends"
     assert fences == sorted(set(fences))
 
 
@@ -188,12 +192,12 @@ def test_never_two_leaders_while_leases_are_taken_away(store: EtcdStore, keys: K
     candidates = [Candidate(store, keys, name) for name in (b"a", b"b")]
     fences: list[int] = []
     for _ in range(4):
-        wait_until(lambda: any(candidate.election.is_leader for candidate in candidates), 5)
+        wait_until(lambda: any(candidate.election.is_leader for candidate in candidates))
         item = store.get(key)
         assert item is not None
         fences.append(item.create_revision)
         store.revoke(item.lease_id)
-        wait_until(lambda: (found := store.get(key)) is not None and found.create_revision != fences[-1], 5)
+        wait_until(lambda: (found := store.get(key)) is not None and found.create_revision != fences[-1])
     for candidate in candidates:
         candidate.election.stop()
     assert fences == sorted(set(fences))
@@ -210,7 +214,7 @@ def test_a_leader_cut_off_steps_down_before_its_successor_steps_up(
     successor = Candidate(store, keys, b"next")
     both = threading.Event()
     proxy.stall()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not successor.election.is_leader:
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -219,7 +223,7 @@ def test_a_leader_cut_off_steps_down_before_its_successor_steps_up(
     assert not both.is_set()
     assert not cut_off.election.is_leader
     proxy.heal()
-    wait_until(lambda: cut_off.changes == [True, False] and cut_off.election.leader() == b"next", 10)
+    wait_until(lambda: cut_off.changes == [True, False] and cut_off.election.leader() == b"next")
     assert successor.election.is_leader
     for candidate in (cut_off, successor):
         candidate.election.stop()

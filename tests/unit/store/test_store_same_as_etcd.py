@@ -59,7 +59,7 @@ class Peer:
 
     def ask(self, method: Any, request: Any) -> Any:
         try:
-            return self.told(method(request, timeout=5))
+            return self.told(method(request, timeout=60))
         except grpc.RpcError as error:
             call: Any = error
             return call.code(), call.details()
@@ -230,7 +230,7 @@ def watch_answers(peer: Peer, start: int | None, **fields: Any) -> list[Any]:
         request.start_revision = peer.base + start
     final = PUT if fields.get("filters") == [NO_DELETE] else DELETE
     answers: list[Any] = []
-    call = pb.WatchStub(peer.channel).Watch(iter([pb.WatchRequest(create_request=request)]), timeout=5)
+    call = pb.WatchStub(peer.channel).Watch(iter([pb.WatchRequest(create_request=request)]), timeout=60)
     try:
         for response in call:
             told = peer.told(response)

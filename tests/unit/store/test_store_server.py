@@ -118,10 +118,10 @@ def test_what_the_embedded_store_lacks_is_unimplemented() -> None:
     server.start()
     with grpc.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            pb.MaintenanceStub(channel).Defragment(pb.DefragmentRequest(), timeout=5)
+            pb.MaintenanceStub(channel).Defragment(pb.DefragmentRequest(), timeout=60)
         error: Any = caught.value
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-        status = pb.MaintenanceStub(channel).Status(pb.StatusRequest(), timeout=5)
+        status = pb.MaintenanceStub(channel).Status(pb.StatusRequest(), timeout=60)
         assert status.version.endswith("embedded")
     server.stop()
 
@@ -227,10 +227,10 @@ def _reached(store: EtcdStore) -> bool:
 
 def _enable_passwords(store: EtcdStore, user: str, password: str) -> None:
     stub = pb.AuthStub(store._client.channel)
-    stub.UserAdd(pb.AuthUserAddRequest(name=user, password=password), timeout=5)
-    stub.RoleAdd(pb.AuthRoleAddRequest(name="root"), timeout=5)
-    stub.UserGrantRole(pb.AuthUserGrantRoleRequest(user=user, role="root"), timeout=5)
-    stub.AuthEnable(pb.AuthEnableRequest(), timeout=5)
+    stub.UserAdd(pb.AuthUserAddRequest(name=user, password=password), timeout=60)
+    stub.RoleAdd(pb.AuthRoleAddRequest(name="root"), timeout=60)
+    stub.UserGrantRole(pb.AuthUserGrantRoleRequest(user=user, role="root"), timeout=60)
+    stub.AuthEnable(pb.AuthEnableRequest(), timeout=60)
 
 
 def test_unreadable_files_are_config_errors(cluster: ClusterConfig, tmp_path: Path) -> None:

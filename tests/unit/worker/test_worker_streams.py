@@ -51,4 +51,4 @@ async def test_a_waiting_reader_wakes() -> None:
     await asyncio.sleep(0)
     queue.send(7)
     queue.close()
-    assert await asyncio.wait_for(reader, 5) == [7]
+    assert await asyncio.wait_for(reader, 60) == [7]
