@@ -18,7 +18,7 @@ from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
 from twinpool.engine.models.base import DecoderModel
 from twinpool.engine.runner import ModelRunner
-from twinpool.engine.sampling import DrawParams, Finish, SequenceDraw, TokenLogprobs
+from twinpool.engine.sampling import DrawParams, Finish, GrammarError, Grammars, SequenceDraw, TokenLogprobs
 from twinpool.engine.step import StepResult
 
 
@@ -63,6 +63,7 @@ class LocalEngine:
         block_tokens: int = 64,
         scheduler: SchedulerConfig | None = None,
         max_context_tokens: int = 0,
+        grammars: Grammars | None = None,
         threads: int | None = None,
         poison_freed: bool = False,
         validate: bool = False,
@@ -76,7 +77,10 @@ class LocalEngine:
         limits = scheduler or SchedulerConfig()
         self.scheduler = StepScheduler(self.blocks, limits)
         host = HostPool(self.pool, limits.host_blocks) if limits.host_blocks else None
-        self.runner = ModelRunner(model, self.pool, host=host, threads=threads, validate=validate)
+        self.runner = ModelRunner(
+            model, self.pool, host=host, grammars=grammars, threads=threads, validate=validate
+        )
+        self._grammars = grammars
         own = model.config.max_position_embeddings
         self._max_context = min(max_context_tokens or own, own)
         self._root = root_hash(b"local", b"", b"")
@@ -120,14 +124,20 @@ class LocalEngine:
     def submit(
         self, prompt: Sequence[int] | NDArray[np.int32], params: DrawParams, *, choice: int = 0
     ) -> Generation:
-        """Queues a prompt; ``step`` fills what is returned. Raises PromptError or DrawParamsError."""
+        """Queues a prompt; ``step`` fills what is returned. Raises PromptError, DrawParamsError or GrammarError."""
         tokens = np.asarray(prompt, np.int32)
         self._check(tokens, params)
+        grammar = None
+        if params.grammar:
+            if self._grammars is None:
+                raise GrammarError("this engine was made without grammars")
+            grammar = self._grammars.state(params.grammar)
         hashes = hash_blocks(self._root, tokens, self.pool.block_tokens)
         now = time.monotonic()
         handle = self.scheduler.add(tokens, hashes, self._root, max_new_tokens=params.max_tokens, arrival=now)
         generation = Generation(len(tokens), choice, now)
-        self._live[handle] = (SequenceDraw(params, tokens, choice=choice), generation)
+        draw = SequenceDraw(params, tokens, choice=choice, grammar=grammar)
+        self._live[handle] = (draw, generation)
         return generation
 
     def step(self) -> bool:

@@ -15,7 +15,7 @@ from twinpool.engine.graphs import DecodeGraphs
 from twinpool.engine.kv.host import HostPool, SwapPlan
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.base import DecoderModel
-from twinpool.engine.sampling import Sample, SequenceDraw, TokenLogprobs, sample
+from twinpool.engine.sampling import Grammars, Sample, SequenceDraw, TokenLogprobs, sample
 from twinpool.engine.step import Drawn, Plan, PlanArrays, PlanError, PlanLimits, StepResult, check_plan
 from twinpool.engine.warmup import WARMUP_PARAMS, warmup_plans
 from twinpool.logs import get_logger
@@ -37,17 +37,19 @@ class ModelRunner:
         pool: KVPool,
         *,
         host: HostPool | None = None,
+        grammars: Grammars | None = None,
         threads: int | None = None,
         validate: bool = False,
     ) -> None:
-        """``host``: where preempted sequences keep their KV, if the scheduler has host blocks. ``threads``: intra-op threads
-        of torch, for the whole process; None leaves them. ``validate`` checks every plan before it is run (some tens of
-        microseconds)."""
+        """``grammars``: who made the grammars of the draws. ``host``: where preempted sequences keep their KV, if the scheduler
+        has host blocks. ``threads``: intra-op threads of torch, for the whole process; None leaves them. ``validate`` checks
+        every plan before it is run (some tens of microseconds)."""
         if threads is not None:
             torch.set_num_threads(threads)
         self._model = model.eval()
         self._pool = pool
         self._host = host
+        self._grammars = grammars
         self._device = pool.tensor.device
         self._validate = validate
         self._graphs: DecodeGraphs | None = None
@@ -95,6 +97,8 @@ class ModelRunner:
                 # Nothing was fetched that would have waited for the KV, and peers read it outside of any stream.
                 torch.cuda.current_stream(self._device).synchronize()
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
+        flat, rows = _flatten(sampled, draws)
+        masks = self._grammars.masks([draw.grammar for draw in flat]) if self._grammars is not None else None
         if self._graphs is not None and self._graphs.fits(arrays):
             logits = self._graphs.run(arrays)
             logits = (
@@ -102,7 +106,9 @@ class ModelRunner:
             )
         else:
             logits = self._model.logits(self._forward(arrays, last_rows[sampled]))
-        return self._draw(logits, sampled, draws)
+        if len(flat) > len(sampled):
+            logits = logits[torch.tensor(rows, device=self._device)]
+        return self._take(sample(logits, flat, masks), sampled, draws)
 
     @torch.inference_mode()
     def swap(self, plan: SwapPlan) -> None:
@@ -155,23 +161,27 @@ class ModelRunner:
         hidden: Tensor = self._model(ids, positions, self._pool.tensor, batch)
         return hidden
 
-    def _draw(self, logits: Tensor, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
-        """``logits[m, vocab]`` of the ``m`` sampled sequences."""
-        flat: list[SequenceDraw] = []
-        rows: list[int] = []
-        for row, index in enumerate(sampled.tolist()):
-            group = (draws[index], *draws[index].siblings)
-            flat.extend(group)
-            rows.extend([row] * len(group))
-        if len(flat) > len(sampled):
-            logits = logits[torch.tensor(rows, device=self._device)]
-        result = _unflatten(sample(logits, flat), sampled, draws)
+    def _take(self, drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
+        result = _unflatten(drawn, sampled, draws)
         for index in sampled.tolist():
             if index not in result.failed:
                 draws[index].append(int(result.tokens[index]))
-                for sibling, drawn in zip(draws[index].siblings, result.siblings.get(index, ()), strict=True):
-                    sibling.append(drawn.token)
+                for sibling, other in zip(draws[index].siblings, result.siblings.get(index, ()), strict=True):
+                    sibling.append(other.token)
         return result
+
+
+def _flatten(
+    sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]
+) -> tuple[list[SequenceDraw], list[int]]:
+    """The draws of the sampled sequences, each sequence's siblings behind it, and the row of logits of each."""
+    flat: list[SequenceDraw] = []
+    rows: list[int] = []
+    for row, index in enumerate(sampled.tolist()):
+        group = (draws[index], *draws[index].siblings)
+        flat.extend(group)
+        rows.extend([row] * len(group))
+    return flat, rows
 
 
 def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:

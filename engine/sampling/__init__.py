@@ -2,6 +2,7 @@
 """Sampling: how the next token of each sequence is drawn from its logits."""
 
 from twinpool.engine.sampling.draw import SequenceDraw
+from twinpool.engine.sampling.grammar import GrammarError, Grammars, GrammarState, Masks
 from twinpool.engine.sampling.logprobs import TokenLogprobs
 from twinpool.engine.sampling.params import MAX_LOGPROBS, DrawParams, DrawParamsError, Finish
 from twinpool.engine.sampling.sampler import Sample, sample
@@ -11,6 +12,10 @@ __all__ = [
     "DrawParams",
     "DrawParamsError",
     "Finish",
+    "GrammarError",
+    "GrammarState",
+    "Grammars",
+    "Masks",
     "Sample",
     "SequenceDraw",
     "TokenLogprobs",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from twinpool.engine.sampling.grammar import GrammarState
 from twinpool.engine.sampling.params import DrawParams, Finish
 
 _EMPTY = np.zeros(0, np.int32)
@@ -40,7 +41,7 @@ class SequenceDraw:
     ``ModelRunner.step`` appends what it draws; nobody else appends to a draw that a runner steps.
     """
 
-    __slots__ = ("_outputs", "_seen", "choice", "params", "siblings")
+    __slots__ = ("_outputs", "_seen", "choice", "grammar", "params", "siblings")
 
     def __init__(
         self,
@@ -50,11 +51,12 @@ class SequenceDraw:
         choice: int = 0,
         outputs: Iterable[int] = (),
         siblings: tuple["SequenceDraw", ...] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         """``outputs`` are the tokens that the choice has already, in order: drawn here before, or elsewhere.
 
         ``siblings`` are other choices that draw from the *same* logits (the first tokens of n choices over one
-        prefill); their draws come back beside this one's.
+        prefill); their draws come back beside this one's. ``grammar``: a new state of what the output must follow.
         """
         self.params = params
         self.choice = choice
@@ -64,8 +66,13 @@ class SequenceDraw:
         self._seen = (
             _Seen(prompt if params.repetition_penalty != 1.0 else _EMPTY) if params.penalised else None
         )
+        # Only what is drawn from now on is given to the grammar token by token.
+        self.grammar: GrammarState | None = None
         for token in outputs:
             self.append(int(token))
+        if grammar is not None:
+            grammar.extend(self._outputs)
+            self.grammar = grammar
 
     @property
     def position(self) -> int:
@@ -85,13 +92,15 @@ class SequenceDraw:
     @property
     def plain(self) -> bool:
         """Whether the next token is the arg max of the raw logits."""
-        return self.params.greedy and self._seen is None and not self.masks_stop
+        return self.params.greedy and self._seen is None and self.grammar is None and not self.masks_stop
 
     def append(self, token: int) -> None:
         """Takes a token into the history."""
         self._outputs.append(token)
         if self._seen is not None:
             self._seen.add(token)
+        if self.grammar is not None:
+            self.grammar.append(token)
 
     def seen(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Ids that penalties change and their counts in the output. Views; empty without penalties."""

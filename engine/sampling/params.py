@@ -33,7 +33,7 @@ def _check(name: str, value: float, low: float, high: float, *, above: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """The same for all choices of a request. Order of effects: min_tokens mask, penalties, then for greedy the arg max
+    """The same for all choices of a request. Order of effects: penalties, masks of min_tokens and grammar, then for greedy the arg max
     (lowest id of equals), else temperature, top_k, top_p, min_p and one draw by the inverse of the cumulated
     distribution in order of ids. Log-probabilities are of the raw logits.
     """
@@ -60,6 +60,8 @@ class DrawParams:
     """Stop ids can't be drawn before this many tokens."""
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Ids that end a choice: the model's own (unless they are to be ignored) and the request's."""
+    grammar: str = ""
+    """What the output must follow, as llguidance reads it; "": anything."""
     logprobs: int | None = None
     """Alternatives to report for each token, 0 to 20; None reports nothing."""
 

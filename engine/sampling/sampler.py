@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twinpool.engine.sampling import filters
 from twinpool.engine.sampling.draw import SequenceDraw
+from twinpool.engine.sampling.grammar import Masks
 from twinpool.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from twinpool.engine.sampling.penalties import apply_penalties, mask_stop_ids
 from twinpool.engine.sampling.philox import uniforms
@@ -28,13 +29,14 @@ class Sample:
     """``[m]``: rows whose logits hold NaN or +inf, or nothing that can be drawn. Their token means nothing."""
 
 
-def sample(logits: Tensor, draws: Sequence[SequenceDraw]) -> Sample:
+def sample(logits: Tensor, draws: Sequence[SequenceDraw], masks: Masks | None = None) -> Sample:
     """Draws one token for each row of ``logits[m, vocab]`` by the draw state of the same index.
 
-    A row's token depends on its logits and its draw state alone, not on the batch. Neither argument is changed.
+    A row's token depends on its logits and its draw state alone, not on the batch. Neither argument is changed. ``masks``: what
+    the grammars of the draws allow, if any of them has one.
     """
     logits = logits.float()
-    tokens, healthy = _draw(logits, draws)
+    tokens, healthy = _draw(logits, draws, masks)
     failed = ~healthy.cpu().numpy()
     drawn = torch.where(healthy, tokens, 0)
     wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None and not failed[i]]
@@ -53,14 +55,16 @@ def _logprobs(
     return out
 
 
-def _draw(logits: Tensor, draws: Sequence[SequenceDraw]) -> tuple[Tensor, Tensor]:
+def _draw(logits: Tensor, draws: Sequence[SequenceDraw], masks: Masks | None) -> tuple[Tensor, Tensor]:
     """Tokens ``int64[m]`` and whether each row could be drawn."""
     if all(draw.plain for draw in draws):
         return _arg_max(logits)
-    if any(draw.params.penalised or draw.masks_stop for draw in draws):
+    if masks is not None or any(draw.params.penalised or draw.masks_stop for draw in draws):
         logits = logits.clone()
         apply_penalties(logits, draws)
         mask_stop_ids(logits, draws)
+        if masks is not None:
+            masks.apply(logits)
     # NaN is the maximum of any row that holds it, so one look at the maximum finds all that is unhealthy.
     tokens, healthy = _arg_max(logits)
     rows = [i for i, draw in enumerate(draws) if not draw.params.greedy]
