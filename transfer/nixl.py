@@ -238,6 +238,11 @@ class NixlAgent:
         return link
 
     def _load(self, peer: PeerDescriptor) -> _Link:
+        if peer == self._descriptor:
+            # This agent itself, for a check of the path: NIXL has its own metadata, and no connection to make.
+            pool = self._prepare(peer.agent_name, peer.pool, peer.block_bytes, peer.num_blocks)
+            own = self._prepare(peer.agent_name, peer.generations, GENERATION_BYTES, peer.num_blocks)
+            return _Link(peer, pool, own)
         name = self._agent.add_remote_agent(peer.agent_metadata)
         name = name.decode() if isinstance(name, bytes) else name
         if name != peer.agent_name:
@@ -288,7 +293,8 @@ class NixlAgent:
         self._retired.remove(link)
         self._quietly(link.pool.release)
         self._quietly(link.generations.release)
-        self._quietly(self._agent.remove_remote_agent, link.descriptor.agent_name)
+        if link.descriptor != self._descriptor:
+            self._quietly(self._agent.remove_remote_agent, link.descriptor.agent_name)
 
     def _quietly(self, call: Any, *arguments: Any) -> None:
         """For what gives resources back: a dead peer makes some of these raise, and there is nothing left to do."""

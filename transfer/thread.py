@@ -59,6 +59,8 @@ class TransferThread:
         self._error: BaseException | None = None
         self._pump: TransferPump | None = None
         self._descriptor: PeerDescriptor | None = None
+        self.ticks = 0
+        """Rounds of the thread so far: a number that stands still tells that the thread does."""
 
     def start(self, timeout_seconds: float = 60.0) -> PeerDescriptor:
         """Starts the thread and returns what peers need. Raises what ``make_agent`` raised, or TimeoutError."""
@@ -83,6 +85,18 @@ class TransferThread:
         if self._descriptor is None:
             raise RuntimeError("the transfer thread is not running")
         return self._descriptor
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def probe(
+        self, on_result: Callable[[TransferError | None], None], deadline_seconds: float = CONNECT_SECONDS
+    ) -> None:
+        """Reads a generation of this worker's own table through the agent, as a peer would. ``on_result`` gets None or why
+        that failed. Shows that thread, agent and registered memory work; says nothing of the network."""
+        self._running.connect(self.descriptor, on_result, deadline_seconds)
 
     @property
     def in_flight(self) -> int:
@@ -163,10 +177,11 @@ class TransferThread:
         try:
             while not self._stopping:
                 delay = self._delay[pump.tick(time.monotonic())]
+                self.ticks += 1
                 if delay:
                     self._awake.acquire(timeout=delay)
-        except BaseException:
+        except Exception:
+            # The worker sees that the thread has ended, and ends too.
             _log.exception("transfer_thread_died")
-            raise
         finally:
             pump.close()

@@ -294,6 +294,11 @@ WORKER_KV_EVENT_REQUESTS = Counter(
 )
 WORKER_LOCALITY_WRITES = Counter(
     "twinpool_worker_locality_writes",
+WORKER_UNREADY = Gauge(
+    "twinpool_worker_unready",
+    "1 while the worker is not ready for this cause: event_loop, step_loop, transfer_thread, transfer, lease.",
+    ["cause"],
+)
     "Writes of locality to etcd, by kind (base, delta, drop) and result.",
     ["kind", "result"],
 )

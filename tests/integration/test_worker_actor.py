@@ -81,7 +81,7 @@ def test_an_actor_s_life(
     text = _config(checkpoints["llama"], server.endpoint)
     actor = ray.remote(WorkerActor).options(**options).remote(text, "prefill", str(log))
     started = ray.get(actor.start.remote(), timeout=60)
-    assert started["ready"] is True
+    assert started["live"] is True
     record = _wait_record(client, unlike=0)
     assert (record.worker.incarnation, record.pid) == (started["incarnation"], started["pid"])
     assert record.endpoint == started["endpoint"]

@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.hangs import BreakableAgent, GatedRunner
 from tests.support.transfer_shim import ReadFaults, ShimAgent
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import Fault, TransferAgent, failed
 from twinpool.v1 import handoff_pb2 as handoff
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.outbox import Receiver
+from twinpool.worker.step_loop import Runner
 
 PLAN_VARIABLE = "TWINPOOL_TEST_FAULTS"
 ENTRY = "tests.support.fault_seam:make_seam"
@@ -59,6 +61,8 @@ class FaultSeam:
         self._held: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shim: ShimAgent | None = None
+        self._breakable: BreakableAgent | None = None
+        self._runner: GatedRunner | None = None
         self._chances: dict[str, float] = plan.get("random") or {}
         self._random = random.Random(f"{self._chances.get('seed')}-{worker.name}")
         if self._chances:
@@ -66,7 +70,8 @@ class FaultSeam:
         self._path = Path(plan["directory"]) / f"{worker.name}.sock"
 
     def agent(self, real: TransferAgent) -> TransferAgent:
-        shim = ShimAgent(real, time.monotonic)
+        self._breakable = BreakableAgent(real)
+        shim = ShimAgent(self._breakable, time.monotonic)
         shim.data, shim.generation = self.data, self.generation
         self._shim = shim
         threading.Thread(target=self._serve, name="test-faults", daemon=True).start()
@@ -74,6 +79,10 @@ class FaultSeam:
 
     def receiver(self, real: Receiver) -> Receiver:
         return ShimReceiver(self, real)
+
+    def runner(self, real: Runner) -> Runner:
+        self._runner = GatedRunner(real)
+        return self._runner
 
     # --- messages, on the asyncio thread
 
@@ -174,6 +183,22 @@ class FaultSeam:
     def _do_note(self, way: str, kind: str, fault: str, times: int = 1) -> None:
         with self._lock:
             self._rules.append(NoteRule(way, kind, fault, times))
+
+    def _do_steps(self, run: bool) -> bool:
+        """Steps stand still from the next one on, or run again; whether one stands."""
+        assert self._runner is not None
+        (self._runner.gate.set if run else self._runner.gate.clear)()
+        return self._runner.standing
+
+    def _do_standing(self) -> bool:
+        assert self._runner is not None
+        return self._runner.standing
+
+    def _do_agent(self, mode: str) -> None:
+        """See ``BreakableAgent``; "" mends it."""
+        assert self._breakable is not None
+        (self._breakable.gate.clear if mode == "hang" else self._breakable.gate.set)()
+        self._breakable.mode = mode
 
     def _do_free(self) -> None:
         """What is held goes on; rules stay."""

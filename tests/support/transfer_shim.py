@@ -91,6 +91,9 @@ class ShimAgent:
         return self._post(self.data_reads, self.data, lambda: self.real.read(peer, remote, local))
 
     def read_generations(self, peer: WorkerKey, remote: Blocks) -> ReadHandle:
+        if peer == self.descriptor.worker:
+            # A worker's probe of its own memory is no part of any hand-off.
+            return self._post(0, ReadFaults(), lambda: self.real.read_generations(peer, remote))
         self.generation_reads += 1
         return self._post(
             self.generation_reads, self.generation, lambda: self.real.read_generations(peer, remote)

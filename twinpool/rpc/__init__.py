@@ -5,9 +5,10 @@ from twinpool.rpc.client import channel, wait_ready
 from twinpool.rpc.deadline import Deadline
 from twinpool.rpc.options import client_options, join_address, server_options
 from twinpool.rpc.run import run, stop_event
-from twinpool.rpc.server import Server
+from twinpool.rpc.server import LIVE, Server
 
 __all__ = [
+    "LIVE",
     "Deadline",
     "Server",
     "channel",

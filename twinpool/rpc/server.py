@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -16,6 +16,10 @@ from twinpool.errors import TwinpoolError
 from twinpool.rpc.guard import ErrorInterceptor
 from twinpool.rpc.options import join_address, server_options
 from twinpool.rpc.tls import server_credentials
+
+LIVE: Final = "live"
+"""Name under which health says whether the process's loops tick. That it answers shows that its event loop does; "" and
+the services say whether calls are welcome."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -43,7 +47,7 @@ class Server:
             interceptors=(ErrorInterceptor(),),
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        self._services: list[str] = []
+        self.services: list[str] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.raw)
 
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
@@ -52,7 +56,7 @@ class Server:
         ``server.add("twinpool.v1.WorkerService", add_WorkerServiceServicer_to_server, servicer)``
         """
         register(servicer, self.raw)
-        self._services.append(service)
+        self.services.append(service)
 
     def bind(self, host: str, port: int = 0) -> int:
         """Binds and returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE."""
@@ -72,15 +76,16 @@ class Server:
 
     async def start(self) -> None:
         """Starts to answer, with health NOT_SERVING. Adds reflection of all services added so far."""
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*self.services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.raw)
         await self.set_serving(False)
+        await self.set_serving(True, LIVE)
         await self.raw.start()
 
     async def set_serving(self, serving: bool, service: str | None = None) -> None:
-        """Sets health of one service, or of the process and all its services."""
+        """Sets health of one service or of LIVE, or of the process and all its services."""
         status = _SERVING if serving else _NOT_SERVING
-        for name in ("", *self._services) if service is None else (service,):
+        for name in ("", *self.services) if service is None else (service,):
             await self._health.set(name, status)
 
     async def stop(self, grace_seconds: float) -> None:

@@ -33,9 +33,11 @@ log = get_logger(__name__)
 class HostThread:
     """A WorkerHost with a thread and an event loop of its own, so that Ray's loop never waits for the worker's."""
 
-    def __init__(self, config: TwinpoolConfig, role: str) -> None:
+    def __init__(self, config: TwinpoolConfig, role: str, *, owns_process: bool = False) -> None:
+        """``owns_process``: whether an event loop of it that stands still ends the process."""
         self._config = config
         self._role = role
+        self._owns_process = owns_process
         self._ready: Future[dict[str, object]] = Future()
         self._host: WorkerHost | None = None
         self._aio: asyncio.AbstractEventLoop | None = None
@@ -83,7 +85,7 @@ class HostThread:
         if self._stop_wanted:
             # Told to stop before there was an event to set.
             self._stopping.set()
-        host = WorkerHost(self._config, self._role)
+        host = WorkerHost(self._config, self._role, os._exit if self._owns_process else None)
         logs.bind_context(worker=host.key.name)
         starting = asyncio.ensure_future(host.start())
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -128,7 +130,7 @@ class WorkerActor:
         config = load_config(None, yaml.safe_load(config_yaml) or {}, env={})
         stream = Path(log_file).open("a", buffering=1, encoding="utf-8") if log_file else None  # noqa: SIM115
         logs.setup(config.log.level, config.log.as_json, stream)
-        self._thread = HostThread(config, role)
+        self._thread = HostThread(config, role, owns_process=True)
         self._thread.start()
         if _reconstructed():
             # Nobody asks an actor that Ray has made anew whether it could start.

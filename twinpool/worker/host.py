@@ -7,12 +7,11 @@ Start: bind, load the model (registered as *starting* meanwhile), register the p
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -29,6 +28,7 @@ from twinpool.store import Store, connect_store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.control_pb2 import CostModel, WorkerRecord, WorkerState
 from twinpool.worker.commands import worker_id
+from twinpool.worker.health import Health
 from twinpool.worker.kv_events import EventPublisher, SegmentWriter
 from twinpool.worker.serving import Serving
 from twinpool.worker.stack import EngineStack, Facts, build_stack, describe
@@ -38,14 +38,8 @@ ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 STREAM_GRACE_SECONDS: Final = 1.0
 """How long streams that are told to end may take to send what is queued."""
 
-STUCK_SECONDS: Final = 30.0
-"""A step loop that has not turned for so long is stuck: no step takes that long, and an idle loop turns every second."""
-
 SEGMENT_STOP_SECONDS: Final = 5.0
 """Longest wait for a write to etcd that is under way when the worker stops."""
-
-WATCH_SECONDS: Final = 1.0
-"""Time between two looks at the step loop."""
 
 log = get_logger(__name__)
 
@@ -61,21 +55,23 @@ class Failure(NamedTuple):
 class WorkerHost:
     """Used on one event loop: ``start`` once, then ``stop`` once."""
 
-    def __init__(self, config: TwinpoolConfig, role_name: str) -> None:
-        """Raises ConfigError for an unknown role."""
+    def __init__(
+        self, config: TwinpoolConfig, role_name: str, end_process: Callable[[int], object] | None = None
+    ) -> None:
+        """``end_process``: see ``Health``. Raises ConfigError for an unknown role."""
         if role_name not in ROLES:
             raise ConfigError(f"unknown role {role_name!r}; known: {', '.join(ROLES)}")
         self._config = config
         self._role_name = role_name
+        self._end_process = end_process
         name = config.worker.name or f"{role_name}-{secrets.token_hex(3)}"
         self.key = WorkerKey(name, new_incarnation())
         self.endpoint = ""
         self.metrics_endpoint = ""
-        self.ready = False
         self._failed: asyncio.Future[Failure] | None = None
         self._server: rpc.Server | None = None
         self._serving: Serving | None = None
-        self._watchdog: asyncio.Task[None] | None = None
+        self._health: Health | None = None
         self._store: Store | None = None
         self._registration: Registration | None = None
         self._events: EventPublisher | None = None
@@ -97,23 +93,29 @@ class WorkerHost:
 
     async def stop(self, drain_seconds: float | None = None) -> None:
         """Drains for at most ``drain_seconds`` (None: as configured), then ends everything. Idempotent."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        if self.ready and self._serving is not None and self._registration is not None:
-            self.ready = False
+        if self._health is not None and self._serving is not None and self._registration is not None:
             seconds = self._config.worker.drain_timeout_seconds if drain_seconds is None else drain_seconds
             log.info("worker_draining", worker=str(self.key), seconds=seconds)
+            self._health.drain()
             # Routers stop placing here as soon as they see the record; what they still send is refused.
             self._registration.update_state(WorkerState.WORKER_STATE_DRAINING)
             if self._server is not None:
                 await self._server.set_serving(False)
-            with _logged("drain"):
-                await self._serving.drain(seconds, self._config.worker.linger_seconds)
+            if self._health.live:
+                with _logged("drain"):
+                    await self._serving.drain(seconds, self._config.worker.linger_seconds)
         await self._close()
         log.info("worker_stopped", worker=str(self.key))
 
+    @property
+    def ready(self) -> bool:
+        """See ``Health.ready``."""
+        return self._health is not None and self._health.ready
+
     def health(self) -> dict[str, object]:
-        """For whoever supervises the process: identity, readiness, and how long ago the step loop last turned."""
+        """For whoever supervises the process: identity, whether it is live and ready and why not, and how long ago the step
+        loop last turned."""
+        health = self._health
         age = self._serving.seconds_since_turn if self._serving is not None else None
         return {
             "worker": self.key.name,
@@ -121,7 +123,9 @@ class WorkerHost:
             "endpoint": self.endpoint,
             "role": self._role_name,
             "pid": os.getpid(),
+            "live": health is not None and health.live,
             "ready": self.ready,
+            "causes": [] if health is None else list(health.causes),
             "seconds_since_turn": age,
         }
 
@@ -147,13 +151,19 @@ class WorkerHost:
         self._serving.failed.add_done_callback(lambda failed: self._fail(Failure(failed.result())))
         await self._serving.start(self._server)
         await self._server.start()
-        await self._server.set_serving(True)
         assert self._registration is not None
         self._start_events(self._events, self._store, self._registration)
         self._registration.complete(_measured(stack.calibration))
         self._registration.update_state(WorkerState.WORKER_STATE_READY)
-        self.ready = True
-        self._watchdog = asyncio.create_task(self._watch(self._server, self._serving), name="watchdog")
+        self._health = Health(
+            config.worker,
+            self._server,
+            self._serving,
+            self._registration,
+            lambda detail: self._fail(Failure(detail)),
+            self._end_process,
+        )
+        await self._health.start()
         seconds = round(time.monotonic() - started, 2)
         log.info("worker_ready", worker=str(self.key), endpoint=self.endpoint, seconds=seconds)
 
@@ -238,21 +248,6 @@ class WorkerHost:
             on_superseded=on_superseded,
         )
 
-    async def _watch(self, server: rpc.Server, serving: Serving) -> None:
-        """Health follows progress: a worker whose loop is stuck answers its health checks all the same."""
-        healthy = True
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            age = serving.seconds_since_turn
-            if healthy != (age < STUCK_SECONDS):
-                healthy = not healthy
-                log.log(
-                    logging.WARNING if healthy else logging.ERROR,
-                    "step_loop_turns_again" if healthy else "step_loop_stuck",
-                    seconds=round(age, 1),
-                )
-                await server.set_serving(healthy)
-
     def _fail(self, failure: Failure) -> None:
         log.error("worker_failed", worker=str(self.key), detail=failure.detail)
         if self._failed is not None and not self._failed.done():
@@ -262,6 +257,8 @@ class WorkerHost:
 
     async def _close(self) -> None:
         """Ends what there is, each part even if another one fails: first what others see, last what it stands on."""
+        if self._health is not None:
+            await _quietly("health", self._health.stop())
         if self._segments is not None:
             # Before the lease ends, so that no segment is left without one.
             await _quietly("segments", asyncio.to_thread(self._segments.stop, SEGMENT_STOP_SECONDS))
@@ -279,7 +276,7 @@ class WorkerHost:
         if self._store is not None:
             await _quietly("store", asyncio.to_thread(self._store.close))
         self._registration = self._serving = self._server = self._store = None
-        self._events = self._segments = None
+        self._events = self._segments = self._health = None
 
 
 def _measured(calibration: Calibration) -> WorkerRecord:

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import os
 from typing import Final
 
 from twinpool import logs, rpc
@@ -27,7 +28,7 @@ def run_worker(config: TwinpoolConfig, role: str) -> int:
 async def _run(config: TwinpoolConfig, role: str) -> int:
     stopping = rpc.stop_event()
     try:
-        host = WorkerHost(config, role)
+        host = WorkerHost(config, role, os._exit)
         logs.bind_context(worker=host.key.name)
         if not await _unless(stopping, host):
             return 0

@@ -2,8 +2,9 @@
 """Where a test puts faults between a worker process and its peers.
 
 ``TWINPOOL_TEST_SEAM`` names a factory ("package.module:attribute") that takes the worker's key and returns a Seam: it wraps
-the agent that moves bytes and the receiver that sends messages. It is a variable and no configuration key, so that no
-file, flag or chart can set it. Unset, as everywhere but in tests, nothing is imported and nothing is wrapped.
+the agent that moves bytes, the receiver that sends messages and the runner of the steps. It is a variable and no
+configuration key, so that no file, flag or chart can set it. Unset, as everywhere but in tests, nothing is imported and
+nothing is wrapped.
 """
 
 import os
@@ -14,6 +15,7 @@ from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.transfer.base import TransferAgent
 from twinpool.worker.outbox import Receiver
+from twinpool.worker.step_loop import Runner
 
 SEAM_VARIABLE: Final = "TWINPOOL_TEST_SEAM"
 
@@ -31,6 +33,10 @@ class Seam(Protocol):
         """What takes the step thread's messages instead of ``real``. It is called on the asyncio thread."""
         ...
 
+    def runner(self, real: Runner) -> Runner:
+        """What runs the steps instead of ``real``. It is called on the step thread."""
+        ...
+
 
 class Bare:
     """The seam of production: nothing."""
@@ -40,6 +46,10 @@ class Bare:
         return real
 
     def receiver(self, real: Receiver) -> Receiver:
+        """``real`` itself."""
+        return real
+
+    def runner(self, real: Runner) -> Runner:
         """``real`` itself."""
         return real
 

@@ -4,12 +4,14 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from twinpool import rpc
 from twinpool.config import TwinpoolConfig
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
+from twinpool.transfer.base import TransferError
 from twinpool.transfer.thread import TransferThread
 from twinpool.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
@@ -27,6 +29,9 @@ from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 
 STEP_STOP_SECONDS: Final = 30.0
 """Longest wait for the step that runs when the worker stops."""
+
+STALLED_STOP_SECONDS: Final = 1.0
+"""The same for a worker one of whose loops stands still: it is most likely this one."""
 
 log = get_logger(__name__)
 
@@ -46,11 +51,11 @@ class Serving:
         self._config = config
         self._role_name = role_name
         self._worker = worker
-        self._stack = stack
         self._aio = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = self._aio.create_future()
         self._observer = WorkerObserver()
         transfer, seam = config.transfer, seam_of(worker)
+        stack = self._stack = replace(stack, runner=seam.runner(stack.runner))
         make_agent = agent_factory(transfer, worker, stack)
         self._transfer = TransferThread(
             lambda: seam.agent(make_agent()),
@@ -71,7 +76,7 @@ class Serving:
         )
         self._assembly = assemble(config, role_name, worker, stack, around)
         self._loop: StepLoop = self._assembly.loop
-        self._transfer_started = False
+        self._transfer_started = self._stalled = False
         self._sessions: WorkerService | None = None
         self._readers: HandoffService | None = None
         self._owners: OwnerLinks | None = None
@@ -99,6 +104,36 @@ class Serving:
     def seconds_since_turn(self) -> float:
         """Age of the step loop's last turn. Beyond the length of a step, the thread is stuck."""
         return self._loop.seconds_since_turn
+
+    @property
+    def step_progress(self) -> int:
+        """See ``StepLoop.progress``."""
+        return self._loop.progress
+
+    @property
+    def transfer_ticks(self) -> int:
+        """See ``TransferThread.ticks``."""
+        return self._transfer.ticks
+
+    @property
+    def transfer_alive(self) -> bool:
+        """Whether the transfer thread runs."""
+        return self._transfer.alive
+
+    def probe_transfer(self, on_result: Callable[[TransferError | None], None]) -> None:
+        """See ``TransferThread.probe``. ``on_result`` is called on the step thread."""
+        self._transfer.probe(on_result)
+
+    def stall(self, why: str) -> None:
+        """Ends every session and takes none until it is called with "": see ``WorkerService.stall``."""
+        self._stalled = bool(why)
+        if self._sessions is not None:
+            self._sessions.stall(why)
+
+    def refuse(self, why: str) -> None:
+        """Refuses new work until it is called with ""; what runs goes on."""
+        if self._sessions is not None:
+            self._sessions.refuse(why)
 
     async def start(self, server: rpc.Server) -> None:
         """Registers the pool with the transfer layer, starts the threads and adds the services to ``server``.
@@ -149,8 +184,9 @@ class Serving:
             log.warning("drain_timeout", seconds=seconds)
         except LoopEndedError:
             return False
-        with contextlib.suppress(LoopEndedError):
-            await outcome(self._loop.call(self._fail_rest))
+        with contextlib.suppress(LoopEndedError, TimeoutError):
+            async with asyncio.timeout(STEP_STOP_SECONDS):
+                await outcome(self._loop.call(self._fail_rest))
         return False
 
     async def _quiet_and_left(self, linger_seconds: float) -> None:
@@ -170,8 +206,9 @@ class Serving:
 
     async def stop(self) -> None:
         """Ends the threads. Reads in flight end as failed, and are fenced by the end of the agent."""
-        if not await asyncio.to_thread(self._loop.stop, STEP_STOP_SECONDS):
-            log.error("step_thread_stuck", seconds=STEP_STOP_SECONDS)
+        seconds = STALLED_STOP_SECONDS if self._stalled else STEP_STOP_SECONDS
+        if not await asyncio.to_thread(self._loop.stop, seconds):
+            log.error("step_thread_stuck", seconds=seconds)
         if self._transfer_started:
             await asyncio.to_thread(self._transfer.stop)
 

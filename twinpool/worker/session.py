@@ -67,6 +67,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
         self._draining = False
+        self._stalled = ""
+        self._unfit = ""
 
     @property
     def sessions(self) -> int:
@@ -76,6 +78,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def drain(self) -> None:
         """From now on every new attempt is refused with NOT_SERVING; what runs goes on."""
         self._draining = True
+
+    def refuse(self, why: str) -> None:
+        """As ``drain``, until it is called with ""."""
+        self._unfit = why
+
+    def stall(self, why: str) -> None:
+        """Ends every session, so that routers place what runs here elsewhere, and takes none until it is called with ""."""
+        self._stalled = why
+        if why:
+            for session in list(self._sessions.values()):
+                session.out.close(TwinpoolError("WORKER_HUNG", f"worker {self._worker} {why}"), drop=True)
 
     def close(self) -> None:
         """Ends every session."""
@@ -95,6 +108,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         """See the protocol. Any end of the stream, by either side, cancels what it started."""
         hello = await self._hello(request_iterator)
+        if self._stalled:
+            raise TwinpoolError("WORKER_HUNG", f"worker {self._worker} {self._stalled}")
         session = self._open(hello)
         reader = asyncio.create_task(self._read(session, request_iterator), name=f"session-{session.number}")
         try:
@@ -165,8 +180,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _accept(self, session: RouterSession, message: pb.SessionRequest) -> None:
         try:
             work = parse_command(message, self._limits)
-            if self._draining and not isinstance(work, CancelWork):
-                raise CommandError(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker} is draining")
+            if not isinstance(work, CancelWork):
+                self._check_serving()
         except CommandError as refused:
             key = attempt_of(message)
             if key is None:
@@ -189,4 +204,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _cancel(self, number: int, work: CancelWork, arrived: float) -> None:
         """On the step thread: a cancel is answered in the call, so its time is the wait for the running step."""
         self._loop.role.on_work(number, work)
+    def _check_serving(self) -> None:
+        why = "it is draining" if self._draining else self._unfit
+        if why:
+            raise CommandError(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker}: {why}")
+
         metrics.WORKER_CANCEL_TIME.observe(time.monotonic() - arrived)

@@ -23,6 +23,7 @@ from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.transfer.base import PoolMemory
 from twinpool.worker.commands import Limits
+from twinpool.worker.step_loop import Runner
 
 PROGRESS_SECONDS: Final = 1.0
 """A load that takes longer says how far it is, so often."""
@@ -51,7 +52,7 @@ class EngineStack:
     memory: PoolMemory
     blocks: BlockManager
     scheduler: StepScheduler
-    runner: ModelRunner
+    runner: Runner
     limits: Limits
     calibration: Calibration = field(default_factory=Calibration)
 

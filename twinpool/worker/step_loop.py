@@ -107,6 +107,8 @@ class StepLoop:
         self._ended = False
         self._quiet: list[Future[None]] = []
         self._heartbeat = clock()
+        self.progress = 0
+        """Steps that ended, and turns that found nothing to run: a number that stands still while there is work at hand."""
         self._thread = threading.Thread(target=self._run, name="twinpool-step", daemon=True)
 
     @property
@@ -242,6 +244,8 @@ class StepLoop:
         if plan.empty:
             self._poison()
             self._scheduler.abort_plan(plan)
+            if not self._scheduler.running:
+                self.progress += 1
             return False
         planned = self._clock()
         try:
@@ -258,12 +262,14 @@ class StepLoop:
             self._meters.step_failed()
             self._scheduler.abort_plan(plan)
             self.role.on_step_failed(plan, f"{type(error).__name__} in a step")
+            self.progress += 1
             return True
         self._scheduler.advance(plan, result.tokens)
         seconds = self._clock() - began
         self.load.step_took(seconds)
         self._meters.step(plan, planned - began, seconds)
         self.role.on_step(plan, result)
+        self.progress += 1
         return True
 
     def _recover(self, detail: str) -> None:
