@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt on a decode worker."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from twinpool.engine.sampling import SequenceDraw
@@ -29,8 +30,9 @@ class DecodeAttempt:
     ``reserved`` is the sequence that holds the prompt's blocks, None once a choice has taken it over. ``unforked``
     are first tokens of choices that wait for blocks to start in; until all of them can, none decodes. ``forks`` are
     sequences made for them that have not started. Of a prompt that is computed here, ``computing`` is the sequence until
-    the first token is drawn, and ``computed`` the same while several choices wait to be forked from it. Times are on
-    the step loop's clock.
+    the first token is drawn, and ``computed`` the same while several choices wait to be forked from it. Of an answer that can
+    be resumed, ``ended`` has the output of choices that have ended; ``forgotten``: the router said that it is over. Times are
+    on the step loop's clock.
     """
 
     work: DecodeWork
@@ -53,6 +55,8 @@ class DecodeAttempt:
     unforked: list[FirstToken] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
+    ended: dict[int, Sequence[int]] = field(default_factory=dict)
+    forgotten: bool = False
 
     @property
     def key(self) -> AttemptKey:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from twinpool import tracing
 from twinpool._core import StepPlan
+from twinpool.decode_worker import kept
 from twinpool.decode_worker.attempt import Choice, DecodeAttempt
 from twinpool.decode_worker.local import LocalPrefills
 from twinpool.decode_worker.output import StepOutput, handoff_done, prefill_done
@@ -26,6 +27,7 @@ from twinpool.transfer.fence import HandoffFailure
 from twinpool.transfer.session import PullSession, PullStats
 from twinpool.transfer.ticket import PromptShape
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableState
 from twinpool.worker.commands import CommandError, DecodeWork, Reason
 from twinpool.worker.first_tokens import first_tokens
 from twinpool.worker.parts import WorkerParts
@@ -49,6 +51,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._quarantine = PullQuarantine(parts.blocks)
         self._local = LocalPrefills(parts.scheduler, parts.blocks, parts.limits)
         self._stuck = False
+        self._kept = parts.kept
 
     @property
     def role(self) -> pb.Role.ValueType:
@@ -178,6 +181,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             self._fail(attempt, pb.FAILURE_REASON_FENCED, "the owner's first tokens do not fit the command")
             return
         self._outbox.session(attempt.session, handoff_done(attempt.key, session.stats))
+        kept.note_first(attempt, first)
         attempt.unforked = [token for token in first if not token.finish]
         if attempt.unforked:
             self._starting[attempt] = None
@@ -196,6 +200,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         assert seq is not None
         first, cached = first_tokens(draw, result, index), self._scheduler.cached_tokens(seq)
         attempt.computed = self._local.end(attempt)
+        kept.note_first(attempt, first)
         attempt.unforked = [token for token in first if not token.finish]
         self._count_prefix(len(attempt.work.prompt), cached)
         self._outbox.session(attempt.session, prefill_done(attempt, first, cached, now))
@@ -306,6 +311,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._scheduler.remove(choice.seq)
         del self._choices[choice.seq]
         attempt = choice.attempt
+        kept.note_ended(attempt, choice.index, choice.draw.outputs)
         del attempt.choices[choice.index]
         if not attempt.choices:
             self._end(attempt, None, None, "")
@@ -315,6 +321,7 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
     def on_clock(self, now: float) -> None:
         """See RoleHandler."""
         super().on_clock(now)
+        self._kept.tick(now)
         if self._starting:
             self._retry_starts()
 
@@ -322,7 +329,24 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         """See RoleHandler."""
         return now if self._starting and self._stuck else super().next_wake(now)
 
+    def take_over(self, stream_id: str, key: bytes, forget: bool) -> PortableState | None:
+        """See RoleHandler."""
+        for attempt in self._attempts:
+            portable = attempt.work.portable
+            if portable is not None and (
+                portable.stream_id == stream_id if stream_id else portable.key == key
+            ):
+                self._fail(attempt, pb.FAILURE_REASON_TAKEN_OVER, "another router goes on with the answer")
+        state = self._kept.find(stream_id, key)
+        if forget and state is not None:
+            self._kept.forget(state.request.stream_id)
+        return state
+
+    def _forget(self, attempt: DecodeAttempt) -> None:
+        attempt.forgotten = True
+
     def _free(self, attempt: DecodeAttempt, reason: Reason | None, detail: str) -> None:
+        kept.keep(attempt, self._kept)
         self._stop_fetch(attempt)
         for span in (attempt.transfer_span, attempt.decode_span):
             span.end(ending(reason))

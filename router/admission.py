@@ -83,7 +83,7 @@ class Admission:
             prepared.request_id,
             prepared.group.label,
             prepared.prompt_tokens,
-            prepared.max_tokens,
+            prepared.remaining_tokens,
             prepared.hashes,
             n=prepared.n,
             priority=prepared.priority,

@@ -12,16 +12,22 @@ from twinpool.ids import new_incarnation
 from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
+from twinpool.router.answers import AnswerMaker
 from twinpool.router.background import Background
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
-from twinpool.router.inspection import RouterInspection
+from twinpool.router.kept import KeptBook
 from twinpool.router.locality import Locality
 from twinpool.router.migrate import Migration
 from twinpool.router.models import ModelTable
+from twinpool.router.others import OtherRouters
+from twinpool.router.peer import RouterPeer
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
+from twinpool.router.resume_token import TokenSeal
 from twinpool.router.service import SERVICE, InferenceService, register
+from twinpool.router.streams import Streams
+from twinpool.router.takeover import TakeOver
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import TraceBook
 from twinpool.rpc import Server, channel, join_address
@@ -63,8 +69,21 @@ class Router:
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
         hops = Hops(config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background)
         self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
-        self.service = InferenceService(config, hops, self.models, self.tokenize)
-        self.inspection = RouterInspection(
+        answers = AnswerMaker(self.models, config.router)
+        self.seal = TokenSeal()
+        self.kept = KeptBook(hops, answers, self.seal, name, self.incarnation)
+        self.others = OtherRouters(
+            name,
+            self.incarnation,
+            self.fleet.connect,
+            self.fleet.decode_endpoints,
+            config.router.takeover_timeout_seconds,
+        )
+        takeover = TakeOver(self.kept, self.others, self.models)
+        streams = Streams(self.kept, takeover, self.seal, config.router)
+        self.service = InferenceService(config, hops, self.models, self.tokenize, answers, streams)
+        self.inspection = RouterPeer(
+            self.kept,
             name,
             self.incarnation,
             self.fleet,
@@ -103,9 +122,13 @@ class Router:
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests, lets running ones end for ``grace_seconds``, then cancels them; closes all streams."""
         self.service.drain()
+        if self.others.alive:
+            # Their clients go on there at once, instead of being cut off at the end of the grace.
+            self.kept.send_away()
         await self._server.stop(grace_seconds)
         if self._housekeeper is not None:
             self._housekeeper.cancel()
+        await self.kept.close()
         await self.background.drain(self.config.router.cancel_timeout_seconds)
         self.admission.close()
         await self.fleet.close()
@@ -128,6 +151,7 @@ class Router:
                 self.migration.watch()
                 self.locality.watch()
                 self.tokenize.show()
+                self.kept.show()
                 self._show_counts()
                 await self._show_health()
             except Exception as error:

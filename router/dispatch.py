@@ -90,9 +90,10 @@ class Leg:
         """Whether the worker holds nothing for it any more, as far as the router can know."""
         return self.state is LegState.ENDED
 
-    def cancel(self) -> None:
-        """Asks the worker to drop the leg. Idempotent; the leg ends when the worker acknowledges."""
-        self.session.cancel(self)
+    def cancel(self, keep: bool = False) -> None:
+        """Asks the worker to drop the leg. Idempotent; the leg ends when the worker acknowledges. ``keep``: the answer is not
+        over, so what another router would need of it stays there for a while."""
+        self.session.cancel(self, keep)
 
     def end(self) -> None:
         """The attempt knows that the leg is over (its last token came, or its KV was handed off)."""
@@ -194,7 +195,7 @@ class WorkerSession:
             asyncio.get_running_loop().call_soon(self._lose, leg, "no stream to the worker")
         return leg
 
-    def cancel(self, leg: Leg) -> None:
+    def cancel(self, leg: Leg, keep: bool = False) -> None:
         """See ``Leg.cancel``."""
         if leg.state is LegState.QUEUED:
             # The worker has not heard of it: the writer drops the command of an ended leg.
@@ -203,6 +204,7 @@ class WorkerSession:
             leg.state = LegState.CANCELLING
             request = pb.SessionRequest()
             request.cancel.id.request_id, request.cancel.id.attempt = leg.id
+            request.cancel.keep = keep
             self._outbox.appendleft((request, None))
             self._outbox_filled.set()
 

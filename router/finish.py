@@ -34,13 +34,16 @@ def started_event(prepared: Prepared) -> pb.GenerateResponse:
     """The request was accepted and placed."""
     metrics.ROUTER_PROMPT_TOKENS.inc(prepared.prompt_tokens)
     metrics.ROUTER_REQUEST_PROMPT_TOKENS.observe(prepared.prompt_tokens)
-    return pb.GenerateResponse(
-        started=pb.GenerateStarted(
-            request_id=prepared.client_id,
-            model=prepared.group.model,
-            prompt_tokens=prepared.prompt_tokens,
-            seed=prepared.sampling.seed,
-        )
+    return pb.GenerateResponse(started=started_message(prepared))
+
+
+def started_message(prepared: Prepared) -> pb.GenerateStarted:
+    """What the client is told of an accepted request."""
+    return pb.GenerateStarted(
+        request_id=prepared.client_id,
+        model=prepared.group.model,
+        prompt_tokens=prepared.prompt_tokens,
+        seed=prepared.sampling.seed,
     )
 
 
@@ -70,5 +73,16 @@ def finished_event(prepared: Prepared, attempt: FinishedAttempt, clock: HopClock
             decode_worker=attempt.decode.name,
             attempts=attempt.number,
             prefix_fetch=_fetched(attempt.prefill_done),
+        )
+    )
+
+
+def resumed_event(prepared: Prepared, answer: Answer, decode_worker: str) -> pb.GenerateResponse:
+    """As ``finished_event``, of an answer that was drawn to its end for a router that is lost: its times are lost, too."""
+    return pb.GenerateResponse(
+        finished=pb.GenerateFinished(
+            choices=answer.summaries(),
+            usage=pb.Usage(prompt_tokens=prepared.prompt_tokens, completion_tokens=answer.completion_tokens),
+            decode_worker=decode_worker,
         )
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request passes through on its way."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from twinpool.config import RouterSection
@@ -9,6 +10,11 @@ from twinpool.router.background import Background
 from twinpool.router.locality import Locality
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
+from twinpool.router.stream import Answer
+from twinpool.v1 import inference_pb2 as pb
+
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+NewAnswer = Callable[[], Answer]
 
 
 @dataclass(frozen=True, slots=True)

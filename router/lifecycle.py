@@ -14,18 +14,17 @@ itself says what both would have said, on the one leg that there is then.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 from twinpool import metrics
 from twinpool._core import Action
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.ids import WorkerKey
-from twinpool.logs import get_logger
 from twinpool.router.dispatch import Leg, wait_ended
 from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
-from twinpool.router.hops import Hops
+from twinpool.router.hops import Hops, NewAnswer, Write
 from twinpool.router.outcome import Outcome, core_error, found, leaving, lost, said_by
 from twinpool.router.request import Prepared, passed
 from twinpool.router.resume import continuation
@@ -34,10 +33,6 @@ from twinpool.router.timing import DECODE, HANDOFF, PREFILL, QUEUE, RESERVE, Hop
 from twinpool.router.waker import Waker
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import worker_pb2 as worker
-
-log = get_logger(__name__)
-
-Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
 class Attempt:
@@ -188,18 +183,18 @@ class Attempt:
     def fail(self, outcome: Outcome) -> None:
         """The attempt has failed. Only the first cause counts."""
         first = not self.over
-        self.stop()
+        self.stop(keep=True)
         if first:
             self._request.attempt_failed(self, outcome)
 
-    def stop(self) -> None:
-        """Takes no more tokens and asks both workers to drop the attempt."""
+    def stop(self, keep: bool = False) -> None:
+        """Takes no more tokens and asks both workers to drop the attempt. ``keep``: see ``Leg.cancel``."""
         if not self.over:
             self.over = True
             self.answer.drop()
         self._stop_timer()
         for leg in self._legs.values():
-            leg.cancel()
+            leg.cancel(keep)
 
     def finish(self) -> None:
         """The answer is complete. A decode worker that would draw on is stopped; one that only has to pull yet is let
@@ -207,7 +202,7 @@ class Attempt:
         self.over = True
         if not self.answer.exhausted:
             for leg in self._legs.values():
-                leg.cancel()
+                leg.cancel(keep=True)
 
     @property
     def idle(self) -> bool:
@@ -229,20 +224,25 @@ class Attempt:
 class Lifecycle:
     """One request. ``run`` serves it to its end. Implements ``admission.Admitted``."""
 
-    def __init__(self, hops: Hops, prepared: Prepared, new_answer: Callable[[], Answer]) -> None:
+    def __init__(
+        self, hops: Hops, prepared: Prepared, new_answer: NewAnswer, drawn: Answer | None = None
+    ) -> None:
+        """``drawn``: what another router was given of the answer, where it goes on here."""
         self.hops = hops
         # As it arrived, and as the next attempt computes it: the two part when the answer goes on elsewhere.
         self.arrived = prepared
-        self.prepared = prepared
+        self.prepared = prepared if drawn is None else continuation(prepared, drawn.outputs)
         self._new_answer = new_answer
-        self._answer: Answer | None = None
+        self._answer = drawn
         self.clock = HopClock(prepared.arrival, prepared.tokenized, prepared.span)
         self.attempt: Attempt | None = None
         self._request = 0
         self._started = self._over = False
         self._error: TwinpoolError | None = None
         self._ready: list[pb.GenerateResponse] = []
-        self._delivered = False
+        self._delivered = drawn is not None and drawn.completion_tokens > 0
+        # Whether it goes on elsewhere when it leaves here.
+        self.moves = False
         self._waker = Waker(hops.limits.stream_interval_seconds)
         self.wake = self._waker.wake
 
@@ -353,14 +353,7 @@ class Lifecycle:
     def attempt_failed(self, attempt: Attempt, outcome: Outcome) -> None:
         """An attempt has failed: the state machine decides what follows."""
         after = self.hops.admission.advance(self._request, attempt.number, outcome.event, outcome.detail)
-        log.info(
-            "attempt_failed",
-            request_id=self.prepared.request_id,
-            attempt=attempt.number,
-            reason=outcome.reason,
-            worker=outcome.worker,
-            state=after.state,
-        )
+        outcome.log(self.prepared.request_id, attempt.number, after.state)
         if after.terminal:
             return self._end(outcome.as_error(attempt.number, self._delivered))
         (metrics.ROUTER_RESUMES if self._delivered else metrics.ROUTER_RETRIES).labels(outcome.reason).inc()
@@ -393,7 +386,7 @@ class Lifecycle:
             if passed(self.prepared.deadline):
                 self.hops.admission.advance(self._request, 0, "deadline")
             if self.attempt is not None:
-                self.attempt.stop()
+                self.attempt.stop(keep=self.moves)
         self.hops.admission.forget(self._request)
         if self.attempt is not None and not self.attempt.idle:
             self.hops.background.start(self.attempt.drained(self.hops.limits.cancel_timeout_seconds))

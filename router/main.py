@@ -12,16 +12,19 @@ from twinpool import logs, metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
-from twinpool.membership import Registration, WorkerWatch
+from twinpool.membership import Registration, RouterWatch, WorkerWatch
 from twinpool.router.app import Router
 from twinpool.router.index import SegmentView
+from twinpool.router.resume_token import cluster_key, key_of_file
 from twinpool.rpc import join_address, stop_event
-from twinpool.store import connect_store
+from twinpool.store import Store, connect_store
 from twinpool.v1 import control_pb2
 
 log = get_logger(__name__)
 
 _SYNC_LOG_SECONDS: Final = 5.0
+
+_KEY_RETRY_SECONDS: Final = 1.0
 
 _SEGMENTS_SECONDS: Final = 3.0
 # So long the workers wait for what etcd knows of their caches; after it they are asked themselves.
@@ -56,13 +59,21 @@ async def _run(config: TwinpoolConfig) -> int:
         is_alive=router.fleet.reachable,
     )
     segments = SegmentView(store, config.cluster.name, router.locality.segments_changed)
+    routers = RouterWatch(store, config.cluster.name, on_event=router.others.on_member)
     registration: Registration | None = None
+    sealing: asyncio.Task[None] | None = None
     try:
+        if config.router.resume_key_file:
+            router.seal.use(key_of_file(config.router.resume_key_file))
+        else:
+            sealing = asyncio.create_task(_use_cluster_key(router, store))
+            await asyncio.wait({sealing}, timeout=_SEGMENTS_SECONDS)
         router.locality.use_segments(segments)
         endpoint = await router.start()
         segments.start()
         await asyncio.to_thread(segments.wait_synced, _SEGMENTS_SECONDS)
         await watch.start()
+        await routers.start()
         registration = Registration(
             store,
             config.cluster.name,
@@ -81,11 +92,25 @@ async def _run(config: TwinpoolConfig) -> int:
             # First, so that clients that look up routers find another one.
             await registration.stop()
         await router.stop(config.router.drain_timeout_seconds)
+        if sealing is not None:
+            sealing.cancel()
         await watch.stop()
+        await routers.stop()
         await asyncio.to_thread(segments.close)
         await asyncio.to_thread(tracing.shutdown)
         await asyncio.to_thread(store.close)
         log.info("router_stopped")
+
+
+async def _use_cluster_key(router: Router, store: Store) -> None:
+    """Until etcd has answered, tokens can be used on this router alone."""
+    while True:
+        try:
+            router.seal.use(await asyncio.to_thread(cluster_key, store, router.config.cluster.name))
+            return
+        except Exception as error:
+            log.warning("waiting_for_resume_key", type=type(error).__name__)
+        await asyncio.sleep(_KEY_RETRY_SECONDS)
 
 
 async def _serve_when_synced(router: Router, watch: WorkerWatch) -> None:

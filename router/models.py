@@ -99,9 +99,14 @@ class ModelTable:
         """Forgets a worker."""
         self._drop(key, but=None)
 
-    def resolve(self, name: str) -> Target:
-        """Who answers for ``name`` ("" if there is only one model). Raises MODEL_NOT_FOUND, NO_WORKERS."""
-        found = [members for members in self._members.values() if _serves(members, name)]
+    def resolve(self, name: str, fingerprint: str = "") -> Target:
+        """Who answers for ``name`` ("" if there is only one model), with that KV format if it is given. Raises MODEL_NOT_FOUND,
+        NO_WORKERS."""
+        found = [
+            members
+            for (_, _, own), members in self._members.items()
+            if _serves(members, name) and fingerprint in ("", own)
+        ]
         if not found:
             if not self._members or name in self._known:
                 raise TwinpoolError(
@@ -126,6 +131,10 @@ class ModelTable:
             raise TwinpoolError("NO_WORKERS", f"model {name!r} is not ready: {what}", retry_after=1.0)
         assert best.group is not None
         return Target(best.group, best.tokenizer)
+
+    def tokenizer(self, group: Group) -> Tokenizer:
+        """That of a group that was resolved before, whether or not it has workers now."""
+        return self._tokenizers[self._path_of(group.model_path)]
 
     def names(self) -> list[str]:
         """Names of the models, in order."""
@@ -158,8 +167,10 @@ class ModelTable:
         return answer
 
     def _tokenizer_of(self, record: control_pb2.WorkerRecord) -> str:
-        own = Path(record.model_path)
-        return record.model_path if own.is_dir() or not self._tokenizer_path else self._tokenizer_path
+        return self._path_of(record.model_path)
+
+    def _path_of(self, own: str) -> str:
+        return own if Path(own).is_dir() or not self._tokenizer_path else self._tokenizer_path
 
     def _drop(self, key: WorkerKey, but: GroupId | None) -> None:
         for identity, members in list(self._members.items()):

@@ -6,7 +6,10 @@ from typing import Final
 
 from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
+from twinpool.logs import get_logger
 from twinpool.v1 import worker_pb2 as pb
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,17 @@ class Outcome:
             text = f"{attempts} placements failed, the last one with {self.reason}: {self.message}"
             return TwinpoolError("ATTEMPTS_EXHAUSTED", text, metadata=facts | {"cause": self.reason})
         return TwinpoolError(self.reason, self.message, metadata=facts)
+
+    def log(self, request_id: str, attempt: int, state: str) -> None:
+        """Notes the failed attempt, and the state of the request after it."""
+        _log.info(
+            "attempt_failed",
+            request_id=request_id,
+            attempt=attempt,
+            reason=self.reason,
+            worker=self.worker,
+            state=state,
+        )
 
 
 _REASONS: Final[dict[int, str]] = {

@@ -80,7 +80,7 @@ class Fleet:
         self._models = models
         self._locality = locality
         self._background = background
-        self._connect = connect
+        self.connect = connect
         self._hello = hello
         self._workers: dict[WorkerKey, _Worker] = {}
         # Whose calibration the core has. It gets it once: what it has learned since is worth more.
@@ -152,6 +152,12 @@ class Fleet:
         """What the worker registered."""
         known = self._workers.get(key)
         return known.record if known is not None else None
+
+    def decode_endpoints(self) -> list[str]:
+        """Where the decode workers listen, those that leave and those that cannot be reached included."""
+        return [
+            known.record.endpoint for known in self._workers.values() if known.record.role == pb.ROLE_DECODE
+        ]
 
     def reported(self, key: WorkerKey) -> tuple[float, pb.LoadReport] | None:
         """What the worker said last of its load, and how many seconds ago; None: nothing."""
@@ -248,7 +254,7 @@ class Fleet:
         hello.CopyFrom(self._hello)
         hello.worker.name, hello.worker.incarnation = key.name, key.incarnation
         session = WorkerSession(
-            key, endpoint, hello, self, self._connect, self._config.rpc.connect_timeout_seconds
+            key, endpoint, hello, self, self.connect, self._config.rpc.connect_timeout_seconds
         )
         session.start()
         return session

@@ -8,26 +8,29 @@ its disconnect and its deadline all reach the handler as a cancelled task, from 
 import asyncio
 import secrets
 import time
+from functools import partial
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from twinpool import metrics, tracing
+from twinpool import tracing
 from twinpool.config import TwinpoolConfig
-from twinpool.errors import TwinpoolError, as_twinpool_error
+from twinpool.errors import TwinpoolError
 from twinpool.ids import new_request_id
 from twinpool.logs import get_logger
+from twinpool.router.answers import AnswerMaker
 from twinpool.router.hops import Hops
+from twinpool.router.kept import Kept
 from twinpool.router.lifecycle import Lifecycle
 from twinpool.router.models import ModelTable, Target
-from twinpool.router.request import Prepared, passed
-from twinpool.router.stream import Answer, AnswerSpec
+from twinpool.router.request import Prepared
+from twinpool.router.streams import Streams
+from twinpool.router.tally import Tally
 from twinpool.router.tokenize import TokenizeHop, hash_prompt
 from twinpool.router.utf8 import Unparsed, lenient, refuse_unknown_fields
-from twinpool.router.validate import check_length, check_params, check_vocabulary
+from twinpool.router.validate import check_length, check_params, check_resumable, check_vocabulary
 from twinpool.rpc import Deadline
-from twinpool.text import TextStream
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -36,16 +39,27 @@ log = get_logger(__name__)
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 Context = grpc.aio.ServicerContext[Any, pb.GenerateResponse]
+ResumeContext = grpc.aio.ServicerContext[Any, pb.ResumeResponse]
 
 
 class InferenceService:
     """See the module. Raises TwinpoolError; the server turns it into a status."""
 
-    def __init__(self, config: TwinpoolConfig, hops: Hops, models: ModelTable, tokenize: TokenizeHop) -> None:
+    def __init__(
+        self,
+        config: TwinpoolConfig,
+        hops: Hops,
+        models: ModelTable,
+        tokenize: TokenizeHop,
+        answers: AnswerMaker,
+        streams: Streams,
+    ) -> None:
         self._limits = config.router
         self._hops = hops
         self._models = models
         self._tokenize = tokenize
+        self._answers = answers
+        self._streams = streams
         self._running: set[tuple[str, str]] = set()
         self._draining = False
 
@@ -60,23 +74,25 @@ class InferenceService:
         arrival = time.monotonic()
         deadline = Deadline.of_call(context)
         parent = tracing.traceparent_of(context.invocation_metadata())
-        span, ended = tracing.start("generate", parent, began=arrival), ""
-        metrics.ROUTER_INFLIGHT_REQUESTS.inc()
+        tally = Tally(tracing.start("generate", parent, began=arrival), deadline)
         try:
-            await self._generate(_parsed(request), context, arrival, deadline, span)
-        except asyncio.CancelledError:
-            ended = "DEADLINE_EXCEEDED" if passed(deadline) else "CANCELLED"
-            _count(ended)
+            kept = await self._generate(_parsed(request), context, arrival, deadline, tally)
+        except BaseException as error:
+            tally.end(error)
             raise
-        except Exception as error:
-            ended = as_twinpool_error(error).reason
-            _count(ended)
-            raise
+        if kept is None:
+            tally.end(None)
         else:
-            metrics.ROUTER_REQUESTS.labels("OK", "").inc()
-        finally:
-            span.end(ended)
-            metrics.ROUTER_INFLIGHT_REQUESTS.dec()
+            await self._streams.follow(kept, (), context.write)
+
+    async def Resume(self, request: pb.ResumeRequest | Unparsed, context: ResumeContext) -> None:
+        """See the protocol."""
+        parent = tracing.traceparent_of(context.invocation_metadata())
+        await self._streams.resume(_parsed(request), context.write, parent)
+
+    async def Cancel(self, request: pb.CancelRequest | Unparsed, context: Context) -> pb.CancelResponse:
+        """See the protocol."""
+        return await self._streams.cancel(_parsed(request))
 
     async def Tokenize(self, request: pb.TokenizeRequest | Unparsed, context: Context) -> pb.TokenizeResponse:
         """See the protocol."""
@@ -98,10 +114,12 @@ class InferenceService:
     # --- inside ---------------------------------------------------------------------------
 
     async def _generate(
-        self, request: pb.GenerateRequest, context: Context, arrival: float, deadline: Deadline, span: Span
-    ) -> None:
+        self, request: pb.GenerateRequest, context: Context, arrival: float, deadline: Deadline, tally: Tally
+    ) -> Kept | None:
+        """Serves a request, or starts one that can be resumed, or finds the one with its idempotency key."""
         if self._draining:
             raise TwinpoolError("DRAINING", "this router is shutting down", retry_after=0.5)
+        wanted = check_resumable(request, self._limits)
         # A client's id is its own: two tenants may use the same one.
         name = (request.tenant, request.request_id)
         if name in self._running:
@@ -112,26 +130,22 @@ class InferenceService:
             )
         if request.request_id:
             self._running.add(name)
+        release = partial(self._running.discard, name)
+        kept: Kept | None = None
         try:
             target = self._models.resolve(request.model)
-            prepared = await self._prepare(request, target, arrival, deadline, span)
-            spec = AnswerSpec(
-                n=prepared.n,
-                logprobs=prepared.logprobs is not None,
-                max_buffered_tokens=self._limits.max_buffered_tokens,
-            )
-
-            def text() -> TextStream:
-                return TextStream(
-                    target.tokenizer.detokenizer(), prepared.stop_strings, min_tokens=prepared.min_tokens
-                )
-
-            await Lifecycle(self._hops, prepared, lambda: Answer(spec, text)).run(context.write)
+            prepared = await self._prepare(request, target, arrival, deadline, tally.span)
+            if wanted is not None:
+                kept = self._streams.begin(prepared, wanted, tally, release)
+                return kept
+            await Lifecycle(self._hops, prepared, lambda: self._answers.make(prepared)).run(context.write)
         except grpc.aio.BaseError as error:
             # A write to a client that is gone; its cancel has not reached this task yet.
             raise asyncio.CancelledError from error
         finally:
-            self._running.discard(name)
+            if kept is None:
+                release()
+        return None
 
     async def _prepare(
         self, request: pb.GenerateRequest, target: Target, arrival: float, deadline: Deadline, span: Span
@@ -181,6 +195,16 @@ def register(servicer: InferenceService, server: grpc.aio.Server) -> None:
             request_deserializer=lenient(pb.GenerateRequest),
             response_serializer=pb.GenerateResponse.SerializeToString,
         ),
+        "Resume": grpc.unary_stream_rpc_method_handler(
+            servicer.Resume,
+            request_deserializer=lenient(pb.ResumeRequest),
+            response_serializer=pb.ResumeResponse.SerializeToString,
+        ),
+        "Cancel": grpc.unary_unary_rpc_method_handler(
+            servicer.Cancel,
+            request_deserializer=lenient(pb.CancelRequest),
+            response_serializer=pb.CancelResponse.SerializeToString,
+        ),
         "Tokenize": grpc.unary_unary_rpc_method_handler(
             servicer.Tokenize,
             request_deserializer=lenient(pb.TokenizeRequest),
@@ -199,7 +223,3 @@ def _parsed(request: Any) -> Any:
     if isinstance(request, Unparsed):
         raise request.error()
     return request
-
-
-def _count(reason: str) -> None:
-    metrics.ROUTER_REQUESTS.labels(TwinpoolError(reason).code.name, reason).inc()

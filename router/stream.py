@@ -213,6 +213,26 @@ class Answer:
         for choice in self.choices:
             choice.drop()
 
+    def replay(
+        self,
+        index: int,
+        token_ids: list[int],
+        finish: pb.FinishReason.ValueType,
+        logprobs: list[pb.PositionLogprobs],
+    ) -> list[pb.GenerateResponse]:
+        """Takes what was drawn of a choice before this answer was made, and returns its messages. ``finish``: of the last
+        token; ``logprobs``: one a token, or none."""
+        choice, last = self.choices[index], len(token_ids) - 1
+        for offset, token_id in enumerate(token_ids):
+            entry = logprobs[offset] if logprobs else None
+            choice.push(token_id, offset, finish if offset == last else _RUNNING, entry)
+        out: list[pb.GenerateResponse] = []
+        choice.take(out)
+        # A worker that draws it again ends it again.
+        choice.drop()
+        self._told = self.completion_tokens
+        return out
+
     @property
     def drawn(self) -> bool:
         """Whether the workers have drawn every choice's last token."""

@@ -67,6 +67,15 @@ ROUTER_RESUMES = Counter(
     "Answers that went on on other workers behind a sent token, by failure reason.",
     ["reason"],
 )
+ROUTER_REATTACHED = Counter(
+    "twinpool_router_reattached",
+    "Streams that asked for an answer again, by where it was: own (on this router), router, worker, lost.",
+    ["source"],
+)
+ROUTER_KEPT_ANSWERS = Gauge(
+    "twinpool_router_kept_answers", "Resumable answers that run here or are kept after their end."
+)
+ROUTER_KEPT_BYTES = Gauge("twinpool_router_kept_bytes", "Memory of resumable answers, prompts included.")
 ROUTER_MIGRATIONS = Counter(
     "twinpool_router_migrations", "Answers that were moved off a decode worker that was about to leave."
 )
@@ -281,7 +290,15 @@ WORKER_CANCELLED_ATTEMPTS = Counter("twinpool_worker_cancelled_attempts", "Attem
 WORKER_CANCEL_TIME = Histogram(
     "twinpool_worker_cancel_time_seconds", "From a cancel to its acknowledgement.", buckets=TTFT_BUCKETS
 )
+WORKER_KEPT_ANSWERS = Gauge(
+    "twinpool_worker_kept_answers", "Resumable answers whose tokens are kept for another router."
+)
 WORKER_SESSIONS = Gauge("twinpool_worker_sessions", "Open sessions with routers.")
+WORKER_UNREADY = Gauge(
+    "twinpool_worker_unready",
+    "1 while the worker is not ready for this cause: event_loop, step_loop, transfer_thread, transfer, lease.",
+    ["cause"],
+)
 WORKER_MODEL_LOAD_TIME = Gauge("twinpool_worker_model_load_seconds", "Time that loading the model took.")
 
 # --- worker: KV events and locality -------------------------------------------------------
@@ -294,11 +311,6 @@ WORKER_KV_EVENT_REQUESTS = Counter(
 )
 WORKER_LOCALITY_WRITES = Counter(
     "twinpool_worker_locality_writes",
-WORKER_UNREADY = Gauge(
-    "twinpool_worker_unready",
-    "1 while the worker is not ready for this cause: event_loop, step_loop, transfer_thread, transfer, lease.",
-    ["cause"],
-)
     "Writes of locality to etcd, by kind (base, delta, drop) and result.",
     ["kind", "result"],
 )

@@ -63,6 +63,11 @@ class Keys:
         return f"{self.routers}{_part(router)}"
 
     @property
+    def resume_key(self) -> str:
+        """Key of what seals the resume tokens of all routers."""
+        return f"{self.root}secrets/resume"
+
+    @property
     def pools(self) -> str:
         """Prefix of the pool specifications."""
         return f"{self.root}pools/"

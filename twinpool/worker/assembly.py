@@ -15,6 +15,7 @@ from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import PullManager
 from twinpool.transfer.session import ReadPort
 from twinpool.v1 import handoff_pb2 as handoff
+from twinpool.worker.kept import KeptAnswers
 from twinpool.worker.kv_events.shadow import RawEvent
 from twinpool.worker.kv_events.tap import CacheTap
 from twinpool.worker.load import LoadReporter
@@ -61,7 +62,8 @@ def assemble(
     def on_offer_ended(key: AttemptKey, end: OfferEnd) -> None:
         loop.role.on_offer_ended(key, end)
 
-    parts = _parts(config.transfer, worker, stack, around, on_offer_ended)
+    kept = KeptAnswers(config.worker.max_kept_answers, config.worker.kept_bytes, worker.name, around.clock)
+    parts = _parts(config.transfer, worker, stack, around, on_offer_ended, kept)
     interval = config.worker.report_interval_seconds
     loop = StepLoop(
         scheduler=stack.scheduler,
@@ -95,6 +97,7 @@ def _parts(
     stack: EngineStack,
     around: Surroundings,
     on_offer_ended: Callable[[AttemptKey, OfferEnd], None],
+    kept: KeptAnswers,
 ) -> WorkerParts:
     outbox = Outbox(around.receiver, around.post)
     digest = _digest(stack)
@@ -146,5 +149,6 @@ def _parts(
         outbox=outbox,
         endpoints=endpoints,
         fetcher=fetcher,
+        kept=kept,
         clock=around.clock,
     )

@@ -17,6 +17,7 @@ from twinpool.engine.sampling import DrawParams, DrawParamsError, SequenceDraw
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableRequest
 
 HASH_BYTES = 16
 """Bytes of a block hash and of a root hash."""
@@ -152,13 +153,15 @@ class DecodeWork:
     prefix: PrefixSource | None = None
     preemptible: bool = True
     traceparent: str = ""
+    portable: PortableRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CancelWork:
-    """A CancelCommand. Unknown attempts are acknowledged too."""
+    """A CancelCommand. Unknown attempts are acknowledged too. ``keep``: the answer is not over."""
 
     key: AttemptKey
+    keep: bool = False
 
 
 Work: TypeAlias = PrefillWork | DecodeWork | CancelWork
@@ -168,7 +171,7 @@ def parse_command(message: pb.SessionRequest, limits: Limits) -> Work:
     """The checked form of any message but Hello. Raises CommandError (INVALID) for a wrong one."""
     kind = message.WhichOneof("message")
     if kind == "cancel":
-        return CancelWork(AttemptKey.of(message.cancel.id))
+        return CancelWork(AttemptKey.of(message.cancel.id), message.cancel.keep)
     if kind == "prefill":
         return _prefill(message.prefill, limits)
     if kind == "decode":
@@ -240,7 +243,16 @@ def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
         prefix=_prefix(command, prompt),
         preemptible=command.preemptible if command.HasField("preemptible") else True,
         traceparent=command.traceparent,
+        portable=_portable(command),
     )
+
+
+def _portable(command: pb.DecodeCommand) -> PortableRequest | None:
+    if not command.HasField("portable"):
+        return None
+    if not command.portable.stream_id or command.portable.n != command.draw.n:
+        raise _invalid("portable names no stream, or another number of choices")
+    return command.portable
 
 
 def _prefix(command: pb.PrefillCommand | pb.DecodeCommand, prompt: Prompt) -> PrefixSource | None:

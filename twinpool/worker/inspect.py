@@ -55,4 +55,5 @@ class Inspector:
             bytes_read=self._observer.bytes_read,
             kv_bytes_per_token=self._kv_bytes_per_token,
             fence_failures=self._observer.fence_failures,
+            kept_answers=len(self._parts.kept),
         )

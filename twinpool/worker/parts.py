@@ -9,6 +9,7 @@ from twinpool.ids import WorkerKey
 from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import PullManager
 from twinpool.worker.commands import Limits
+from twinpool.worker.kept import KeptAnswers
 from twinpool.worker.outbox import Outbox
 from twinpool.worker.prefix_fetch import PrefixFetcher
 
@@ -29,4 +30,5 @@ class WorkerParts:
     outbox: Outbox
     endpoints: dict[WorkerKey, str]
     fetcher: PrefixFetcher
+    kept: KeptAnswers
     clock: Callable[[], float]

@@ -15,6 +15,7 @@ from twinpool.transfer.base import AttemptKey, PeerDescriptor
 from twinpool.transfer.offer import OfferEnd
 from twinpool.v1 import handoff_pb2 as handoff
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableState
 from twinpool.worker.commands import Reason, Work
 
 
@@ -38,6 +39,11 @@ class RoleHandler(Protocol):
 
     def on_session_closed(self, session: int) -> None:
         """The router is gone: all that it started ends, and nobody is told."""
+        ...
+
+    def take_over(self, stream_id: str, key: bytes, forget: bool) -> PortableState | None:
+        """Another router goes on with an answer: what is known of it. An attempt of it that runs here ends. ``forget``: it is
+        over, and nothing of it is kept."""
         ...
 
     # steps

@@ -18,6 +18,7 @@ from twinpool.transfer.fence import HandoffFailure, HandoffFault
 from twinpool.transfer.offer import OfferEnd
 from twinpool.v1 import handoff_pb2 as handoff
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableState
 from twinpool.worker.attempts import AttemptLike, AttemptTable
 from twinpool.worker.commands import CancelWork, CommandError, DecodeWork, PrefillWork, Reason, Work
 from twinpool.worker.parts import WorkerParts
@@ -90,7 +91,7 @@ class RoleBase(ABC, Generic[A, W]):
     def on_work(self, session: int, work: Work) -> None:
         """See RoleHandler."""
         if isinstance(work, CancelWork):
-            self._cancel(session, work.key)
+            self._cancel(session, work)
             return
         kind, left = self._work_kind(), work.deadline_seconds
         if not isinstance(work, kind):
@@ -125,11 +126,21 @@ class RoleBase(ABC, Generic[A, W]):
         for attempt in self._attempts.of_session(session):
             self._end(attempt, None, pb.FAILURE_REASON_PEER_LOST, "the router's session ended")
 
-    def _cancel(self, session: int, key: AttemptKey) -> None:
+    def take_over(self, stream_id: str, key: bytes, forget: bool) -> PortableState | None:
+        """See RoleHandler. Nothing to tell for a role that draws no more than first tokens."""
+        return None
+
+    def _forget(self, attempt: A) -> None:
+        """The router says that the answer is over: nothing of it has to be kept for another one."""
+
+    def _cancel(self, session: int, work: CancelWork) -> None:
+        key = work.key
         attempt = self._attempts.get(key)
         told = pb.SessionResponse(cancelled=pb.Cancelled(id=key.message()))
         if attempt is not None and attempt.session == session:
             metrics.WORKER_CANCELLED_ATTEMPTS.inc()
+            if not work.keep:
+                self._forget(attempt)
             # What the peer hears: this side is gone.
             self._end(attempt, told, pb.FAILURE_REASON_PEER_LOST, "cancelled by the router")
         else:

@@ -29,7 +29,7 @@ from twinpool.worker.commands import (
     worker_id,
 )
 from twinpool.worker.inspect import Inspector
-from twinpool.worker.step_loop import StepLoop
+from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 from twinpool.worker.streams import Context, MessageQueue
 
 HELLO_SECONDS: Final = 10.0
@@ -127,6 +127,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Counts, all taken at one moment between two steps."""
         return await self._inspector.inspect(self.sessions)
 
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Context) -> pb.TakeOverResponse:
+        """See the protocol. Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
+        role = self._loop.role
+        take_over = partial(role.take_over, request.stream_id, request.key, request.forget)
+        try:
+            return pb.TakeOverResponse(state=await outcome(self._loop.call(take_over)))
+        except LoopEndedError:
+            raise TwinpoolError("DRAINING", f"worker {self._worker} has stopped") from None
+
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
         try:
             first = await asyncio.wait_for(anext(requests), HELLO_SECONDS)
@@ -195,6 +204,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         else:
             self._loop.post(partial(self._work, session.number, work))
 
+    def _check_serving(self) -> None:
+        why = "it is draining" if self._draining else self._unfit
+        if why:
+            raise CommandError(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker}: {why}")
+
     def _work(self, number: int, work: PrefillWork | DecodeWork) -> None:
         """On the step thread."""
         if self._loop.tap is not None:
@@ -204,9 +218,4 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _cancel(self, number: int, work: CancelWork, arrived: float) -> None:
         """On the step thread: a cancel is answered in the call, so its time is the wait for the running step."""
         self._loop.role.on_work(number, work)
-    def _check_serving(self) -> None:
-        why = "it is draining" if self._draining else self._unfit
-        if why:
-            raise CommandError(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker}: {why}")
-
         metrics.WORKER_CANCEL_TIME.observe(time.monotonic() - arrived)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RouterService with what routers ask of one another."""
+
+from typing import Any
+
+from twinpool.router.inspection import Context, RouterInspection
+from twinpool.router.kept import Kept, KeptBook
+from twinpool.v1 import router_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableState
+
+
+class RouterPeer(RouterInspection):
+    """Serves HandOver as well."""
+
+    def __init__(self, book: KeptBook, *inspected: Any, **limits: Any) -> None:
+        """``inspected`` and ``limits``: see ``RouterInspection``."""
+        super().__init__(*inspected, **limits)
+        self._book = book
+
+    async def HandOver(self, request: pb.HandOverRequest, context: Context) -> pb.HandOverResponse:
+        """See the protocol."""
+        kept = self._find(request)
+        if kept is None:
+            return pb.HandOverResponse()
+        if request.forget:
+            useful = self._book.cancel(kept)
+            return pb.HandOverResponse(state=PortableState(request=kept.portable) if useful else None)
+        return self._book.hand_over(kept)
+
+    def _find(self, request: pb.HandOverRequest) -> Kept | None:
+        return self._book.find(request.stream_id) if request.stream_id else self._book.find_key(request.key)

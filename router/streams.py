@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls about answers that can be resumed: what they may say, and which stream reads which answer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc.aio
+
+from twinpool import tracing
+from twinpool.config import RouterSection
+from twinpool.errors import TwinpoolError
+from twinpool.router.hops import Write
+from twinpool.router.kept import Kept, KeptBook
+from twinpool.router.portable import made_portable
+from twinpool.router.request import Prepared
+from twinpool.router.resume_token import TokenSeal, key_digest
+from twinpool.router.takeover import TakeOver
+from twinpool.router.tally import Tally
+from twinpool.router.utf8 import refuse_unknown_fields
+from twinpool.router.validate import Resumable
+from twinpool.rpc import Deadline
+from twinpool.v1 import inference_pb2 as pb
+
+
+class Streams:
+    """One a router."""
+
+    def __init__(self, book: KeptBook, takeover: TakeOver, seal: TokenSeal, limits: RouterSection) -> None:
+        self._book = book
+        self._takeover = takeover
+        self._seal = seal
+        self._limits = limits
+
+    def begin(self, prepared: Prepared, wanted: Resumable, tally: Tally, on_end: Callable[[], None]) -> Kept:
+        """Starts a request that can be resumed. Raises RESUME_FULL."""
+        key = key_digest(prepared.tenant, wanted.key)
+        portable = made_portable(prepared, wanted.grace_seconds, key, wanted.digest if key else b"")
+        return self._book.begin(portable, tally, on_end)
+
+    async def follow(self, kept: Kept, next_index: Sequence[int], write: Write) -> None:
+        """Serves one stream of an answer. A client that leaves ends the stream alone."""
+        try:
+            await self._book.follow(kept, next_index, write)
+        except grpc.aio.BaseError as error:
+            # A write to a client that is gone; its cancel has not reached this task yet.
+            raise asyncio.CancelledError from error
+
+    async def resume(
+        self,
+        request: pb.ResumeRequest,
+        write: Callable[[pb.ResumeResponse], Awaitable[None]],
+        traceparent: str,
+    ) -> None:
+        """See the protocol."""
+        refuse_unknown_fields(request)
+        if len(request.next_index) > self._limits.max_choices:
+            raise TwinpoolError(
+                "INVALID_RESUME",
+                f"next_index has {len(request.next_index)} entries; the limit is {self._limits.max_choices}",
+                field="next_index",
+            )
+        ticket = self._seal.open(request.token, request.tenant)
+
+        def tally() -> Tally:
+            return Tally(tracing.start("resume", traceparent), Deadline())
+
+        async def write_response(event: pb.GenerateResponse) -> None:
+            await write(pb.ResumeResponse(response=event))
+
+        kept = await self._takeover.resume(ticket.stream_id, request.next_index, tally)
+        await self.follow(kept, request.next_index, write_response)
+
+    async def cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
+        """See the protocol."""
+        refuse_unknown_fields(request)
+        ticket = self._seal.open(request.token, request.tenant)
+        return pb.CancelResponse(found=await self._takeover.cancel(ticket.stream_id))
