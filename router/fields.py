@@ -90,6 +90,10 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _router("stop.stop_strings", "only the router has text; it cancels the decode leg at a match"),
     _both("stop.stop_token_ids", "draw.stop_token_ids", "joined with the model's own end-of-sequence ids"),
     _both("stop.ignore_eos", "draw.stop.ignore_eos", "leaves the model's own ids out of draw.stop_token_ids"),
+    *(
+        _both(f"structured.{form}", "draw.grammar", "compiled to one grammar by the router")
+        for form in ("json_schema", "regex", "lark", "choices.texts")
+    ),
     _both("n", "draw.n", "prefill draws the first token of each choice, decode forks the sequence"),
     _both("logprobs", "draw.logprobs", "each leg reports those of the tokens that it draws"),
     _router("request_id", "the client's name for it; workers see the id that the router minted"),
@@ -112,6 +116,7 @@ def worker_id(key: WorkerKey) -> worker.WorkerId:
 def draw_spec(prepared: Prepared) -> worker.DrawSpec:
     """How both legs draw tokens: every default filled in, stop strings left out."""
     spec = worker.DrawSpec(n=prepared.n, stop_token_ids=prepared.stop_token_ids, drawn=prepared.drawn)
+    spec.grammar = prepared.grammar
     spec.sampling.CopyFrom(prepared.sampling)
     spec.stop.max_tokens = prepared.max_tokens
     spec.stop.min_tokens = prepared.min_tokens

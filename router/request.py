@@ -82,7 +82,8 @@ class Prepared:
     ``request_id`` is minted by the router and unique in the cluster; ``client_id`` is what the client called it.
     ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``. ``arrival`` and ``tokenized`` are
     ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored. ``drawn``: ids at
-    the prompt's end that are output already, where an answer goes on. ``portable``: what another router needs of it, if it can
+    the prompt's end that are output already, where an answer goes on. ``grammar``: what the output must follow.
+    ``kept_tokens``: special tokens that are part of the text. ``portable``: what another router needs of it, if it can
     be resumed; the decode worker keeps it.
     """
 
@@ -108,6 +109,8 @@ class Prepared:
     tokenized: float
     deadline: Deadline
     drawn: int = 0
+    grammar: str = ""
+    kept_tokens: tuple[str, ...] = ()
     adapter: str = ""
     span: Span = OFF
     portable: PortableRequest | None = None

@@ -83,6 +83,9 @@ class RouterSection(Section):
     max_chat_messages: int = Field(
         default=4096, ge=1, le=1 << 20, description="Most turns of a conversation."
     )
+    max_grammar_bytes: int = Field(
+        default=256 * 1024, ge=1, le=1 << 26, description="Largest grammar of an answer's form, in bytes."
+    )
     max_tools: int = Field(default=512, ge=0, le=1 << 16, description="Most tools of a conversation.")
     max_tenant_chars: int = Field(default=64, ge=1, le=256, description="Longest tenant name in characters.")
 

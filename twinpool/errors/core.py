@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import grpc
 
-from twinpool.errors.table import TABLE, ErrorSpec
+from twinpool.errors.spec import ErrorSpec
+from twinpool.errors.table import TABLE
 
 DOMAIN: Final = "twinpool.dev"
 """``google.rpc.ErrorInfo.domain`` of every error of the table."""

@@ -3,27 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-import grpc
-
-C = grpc.StatusCode
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorSpec:
-    """One kind of error.
-
-    ``retryable``: the same request may succeed later, or elsewhere, without a change by the user.
-    ``message``: default text, used when the raiser has nothing more exact to say.
-    """
-
-    reason: str
-    code: grpc.StatusCode
-    retryable: bool
-    message: str
-    user_action: str
+from twinpool.errors.operation import OPERATION
+from twinpool.errors.spec import C, ErrorSpec
 
 
 def _invalid(reason: str, message: str, action: str) -> ErrorSpec:
@@ -74,9 +57,19 @@ _REQUEST = (
         "Use the roles and the order of turns that the model's chat template accepts.",
     ),
     _invalid(
+        "INVALID_GRAMMAR",
+        "the form of the answer cannot be compiled",
+        "Correct or simplify the schema or grammar as the message says.",
+    ),
+    _invalid(
         "INVALID_TOOLS",
         "the tools cannot be offered to the model",
         "Describe tools as the message says; a model whose chat template does not show tools has none.",
+    ),
+    _invalid(
+        "UNSUPPORTED_FIELD",
+        "a field of the request is not supported",
+        "Leave the field out; the message names it.",
     ),
     ErrorSpec(
         "MESSAGE_TOO_LARGE",
@@ -316,84 +309,11 @@ _SERVING = (
     ErrorSpec("INTERNAL", C.INTERNAL, False, "an internal error", "Report it with the request id."),
 )
 
-_OPERATION = (
-    ErrorSpec(
-        "CONFIG_INVALID",
-        C.FAILED_PRECONDITION,
-        False,
-        "the configuration is not valid",
-        "Correct the key that the message names; docs/configuration.md lists all.",
-    ),
-    ErrorSpec(
-        "CHECKPOINT_INVALID",
-        C.FAILED_PRECONDITION,
-        False,
-        "the checkpoint cannot be loaded",
-        "Fetch the file that the message names again, or point model.path at a complete checkpoint.",
-    ),
-    ErrorSpec(
-        "STORE_UNAVAILABLE",
-        C.UNAVAILABLE,
-        True,
-        "etcd cannot be reached",
-        "Running streams go on. Check etcd and cluster.etcd_endpoints.",
-    ),
-    ErrorSpec(
-        "STORE_CORRUPT",
-        C.DATA_LOSS,
-        False,
-        "a value in etcd cannot be read",
-        "Remove the key that the message names; its writer puts it again.",
-    ),
-    ErrorSpec(
-        "PORT_UNAVAILABLE",
-        C.FAILED_PRECONDITION,
-        False,
-        "the address cannot be bound",
-        "Stop what listens there, or use port 0 for a free one.",
-    ),
-    ErrorSpec(
-        "RECORDING_OFF",
-        C.FAILED_PRECONDITION,
-        False,
-        "the router does not record the calls to its core",
-        "Start it with router.record_bytes above 0.",
-    ),
-    ErrorSpec(
-        "SERVER_UNREACHABLE",
-        C.UNAVAILABLE,
-        True,
-        "the server cannot be reached",
-        "Check the address, and that the process runs.",
-    ),
-    ErrorSpec(
-        "UNAUTHENTICATED",
-        C.UNAUTHENTICATED,
-        False,
-        "the caller is not authenticated",
-        "Give a client certificate that the cluster's CA signed.",
-    ),
-    ErrorSpec(
-        "PERMISSION_DENIED",
-        C.PERMISSION_DENIED,
-        False,
-        "the caller may not do this",
-        "Ask the operator of the cluster.",
-    ),
-    ErrorSpec(
-        "UNIMPLEMENTED",
-        C.UNIMPLEMENTED,
-        False,
-        "the server does not know this call",
-        "Use a client of the server's version.",
-    ),
-)
-
 GROUPS: Final = {
     "The request": _REQUEST,
     "Admission": _ADMISSION,
     "Serving": _SERVING,
-    "Operation": _OPERATION,
+    "Operation": OPERATION,
 }
 """The table, in the order of docs/errors.md."""
 

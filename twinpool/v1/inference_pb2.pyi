@@ -381,6 +381,68 @@ class StopConditions(_message.Message):
 Global___StopConditions: _TypeAlias = StopConditions  # noqa: Y015
 
 @_typing.final
+class Choices(_message.Message):
+    """Texts of which the answer is one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """The form that an answer must have. It ends where the form is complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that is valid under this JSON schema: an object as text."""
+    regex: _builtins.str
+    """Text that matches this regular expression as a whole."""
+    lark: _builtins.str
+    """Text of this grammar, in Lark's notation as llguidance reads it."""
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "lark", "choices"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """Asks for a continuation of one prompt."""
 
@@ -401,6 +463,7 @@ class GenerateRequest(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     RESUME_GRACE_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    STRUCTURED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's served name. Empty: the only model of the cluster."""
     text: _builtins.str
@@ -447,6 +510,10 @@ class GenerateRequest(_message.Message):
         resumed on any router. Unset or 0: a client that leaves cancels it, unless there is an idempotency key.
         """
 
+    @_builtins.property
+    def structured(self) -> Global___StructuredOutput:
+        """The form that the answer must have. Not together with stop.min_tokens or stop.ignore_eos."""
+
     def __init__(
         self,
         *,
@@ -465,10 +532,11 @@ class GenerateRequest(_message.Message):
         preemptible: _builtins.bool | None = ...,
         resume_grace: _duration_pb2.Duration | None = ...,
         idempotency_key: _builtins.str = ...,
+        structured: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -76,6 +76,8 @@ class PortableRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream."""
     client_id: _builtins.str
@@ -102,6 +104,8 @@ class PortableRequest(_message.Message):
     """Digest of the request that brought the key."""
     moves: _builtins.int
     """How often another router has taken it over."""
+    grammar: _builtins.str
+    """What the output must follow, as llguidance reads it; empty: anything."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """How tokens are drawn, the seed included."""
@@ -113,6 +117,10 @@ class PortableRequest(_message.Message):
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
         """How long it goes on, or is kept, without a client."""
+
+    @_builtins.property
+    def kept_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Special tokens that are part of the text."""
 
     def __init__(
         self,
@@ -133,10 +141,12 @@ class PortableRequest(_message.Message):
         key: _builtins.bytes = ...,
         digest: _builtins.bytes = ...,
         moves: _builtins.int = ...,
+        grammar: _builtins.str = ...,
+        kept_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "grace", b"grace", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

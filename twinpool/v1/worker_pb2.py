@@ -27,17 +27,17 @@ from twinpool.v1 import inference_pb2 as twinpool_dot_v1_dot_inference__pb2
 from twinpool.v1 import resume_pb2 as twinpool_dot_v1_dot_resume__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/worker.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1btwinpool/v1/inference.proto\x1a\x18twinpool/v1/resume.proto\"-\n\x08WorkerId\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"0\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xcc\x01\n\x0eSessionRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.twinpool.v1.HelloH\x00\x12.\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.PrefillCommandH\x00\x12,\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x1a.twinpool.v1.DecodeCommandH\x00\x12,\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x1a.twinpool.v1.CancelCommandH\x00\x42\t\n\x07message\"S\n\x05Hello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"H\n\nPromptSpec\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x11\n\troot_hash\x18\x03 \x01(\x0c\"\xba\x01\n\x08\x44rawSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12)\n\x04stop\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.StopConditions\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\t\n\x01n\x18\x04 \x01(\r\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64rawn\x18\x06 \x01(\rB\x0b\n\t_logprobs\"V\n\x0cPrefixSource\x12$\n\x05owner\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\xf0\x02\n\x0ePrefillCommand\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.twinpool.v1.PromptSpec\x12#\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.DrawSpec\x12%\n\x06reader\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1c\n\x14reader_cached_blocks\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12+\n\x08\x64\x65\x61\x64line\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06prefix\x18\x08 \x01(\x0b\x32\x19.twinpool.v1.PrefixSource\x12\x18\n\x0bpreemptible\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\tB\x0e\n\x0c_preemptible\"\x98\x03\n\rDecodeCommand\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.twinpool.v1.PromptSpec\x12#\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.DrawSpec\x12$\n\x05owner\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x16\n\x0eowner_endpoint\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12+\n\x08\x64\x65\x61\x64line\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06prefix\x18\x08 \x01(\x0b\x32\x19.twinpool.v1.PrefixSource\x12\x18\n\x0bpreemptible\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12.\n\x08portable\x18\x0b \x01(\x0b\x32\x1c.twinpool.v1.PortableRequestB\x0e\n\x0c_preemptible\"A\n\rCancelCommand\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x0c\n\x04keep\x18\x02 \x01(\x08\"\x81\x03\n\x0fSessionResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.WelcomeH\x00\x12)\n\x08reserved\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.ReservedH\x00\x12\x30\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x18.twinpool.v1.PrefillDoneH\x00\x12\x30\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x18.twinpool.v1.HandoffDoneH\x00\x12\'\n\x04step\x18\x05 \x01(\x0b\x32\x17.twinpool.v1.StepTokensH\x00\x12,\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1a.twinpool.v1.AttemptFailedH\x00\x12+\n\tcancelled\x18\x07 \x01(\x0b\x32\x16.twinpool.v1.CancelledH\x00\x12\'\n\x04load\x18\x08 \x01(\x0b\x32\x17.twinpool.v1.LoadReportH\x00\x42\t\n\x07message\"Q\n\x07Welcome\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\"E\n\x08Reserved\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\"\x89\x01\n\nFirstToken\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12)\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12/\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"\xc0\x01\n\rPrefixFetched\x12\x19\n\x0cowner_blocks\x18\x01 \x01(\rH\x00\x88\x01\x01\x12+\n\x07\x66\x61ilure\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.FailureReason\x12(\n\x05stats\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\x12,\n\twait_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_owner_blocks\"\x84\x02\n\x0bPrefillDone\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.twinpool.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12-\n\nqueue_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x63ompute_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x07\x66\x65tched\x18\x06 \x01(\x0b\x32\x1a.twinpool.v1.PrefixFetched\"[\n\x0bHandoffDone\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12(\n\x05stats\x18\x02 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\"\xa6\x01\n\tStepToken\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12)\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12/\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"Y\n\nStepTokens\x12#\n\x03ids\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.AttemptId\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.twinpool.v1.StepToken\"o\n\rAttemptFailed\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.FailureReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"/\n\tCancelled\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\"\xd5\x01\n\nLoadReport\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1e\n\x16waiting_prefill_tokens\x18\x03 \x01(\x04\x12\x18\n\x10\x61vailable_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12,\n\tstep_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x10\n\x0eInspectRequest\"\xf8\x02\n\x0fInspectResponse\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x06 \x01(\r\x12\x15\n\rpinned_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x10\n\x08requests\x18\t \x01(\r\x12\x11\n\ttransfers\x18\n \x01(\r\x12\x10\n\x08sessions\x18\x0b \x01(\r\x12\x12\n\nbytes_read\x18\x0c \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\r \x01(\r\x12\x16\n\x0e\x66\x65nce_failures\x18\x0e \x01(\x04\x12\x14\n\x0ckept_answers\x18\x0f \x01(\r\"A\n\x0fTakeOverRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"=\n\x10TakeOverResponse\x12)\n\x05state\x18\x01 \x01(\x0b\x32\x1a.twinpool.v1.PortableState*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xf7\x02\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46\x41ILURE_REASON_NO_CAPACITY\x10\x01\x12\x1e\n\x1a\x46\x41ILURE_REASON_NOT_SERVING\x10\x02\x12\x19\n\x15\x46\x41ILURE_REASON_FENCED\x10\x03\x12\x1b\n\x17\x46\x41ILURE_REASON_TRANSFER\x10\x04\x12\x1c\n\x18\x46\x41ILURE_REASON_PEER_LOST\x10\x05\x12\x1a\n\x16\x46\x41ILURE_REASON_INVALID\x10\x06\x12\x1b\n\x17\x46\x41ILURE_REASON_INTERNAL\x10\x07\x12\x1b\n\x17\x46\x41ILURE_REASON_DEADLINE\x10\x08\x12\x1c\n\x18\x46\x41ILURE_REASON_DUPLICATE\x10\t\x12\x1d\n\x19\x46\x41ILURE_REASON_NOT_CACHED\x10\n\x12\x1d\n\x19\x46\x41ILURE_REASON_TAKEN_OVER\x10\x0b\x32\xe8\x01\n\rWorkerService\x12H\n\x07Session\x12\x1b.twinpool.v1.SessionRequest\x1a\x1c.twinpool.v1.SessionResponse(\x01\x30\x01\x12\x44\n\x07Inspect\x12\x1b.twinpool.v1.InspectRequest\x1a\x1c.twinpool.v1.InspectResponse\x12G\n\x08TakeOver\x12\x1c.twinpool.v1.TakeOverRequest\x1a\x1d.twinpool.v1.TakeOverResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/worker.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1btwinpool/v1/inference.proto\x1a\x18twinpool/v1/resume.proto\"-\n\x08WorkerId\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"0\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xcc\x01\n\x0eSessionRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.twinpool.v1.HelloH\x00\x12.\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.PrefillCommandH\x00\x12,\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x1a.twinpool.v1.DecodeCommandH\x00\x12,\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x1a.twinpool.v1.CancelCommandH\x00\x42\t\n\x07message\"S\n\x05Hello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"H\n\nPromptSpec\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x11\n\troot_hash\x18\x03 \x01(\x0c\"\xcb\x01\n\x08\x44rawSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12)\n\x04stop\x18\x02 \x01(\x0b\x32\x1b.twinpool.v1.StopConditions\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\t\n\x01n\x18\x04 \x01(\r\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64rawn\x18\x06 \x01(\r\x12\x0f\n\x07grammar\x18\x07 \x01(\tB\x0b\n\t_logprobs\"V\n\x0cPrefixSource\x12$\n\x05owner\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\xf0\x02\n\x0ePrefillCommand\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.twinpool.v1.PromptSpec\x12#\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.DrawSpec\x12%\n\x06reader\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1c\n\x14reader_cached_blocks\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12+\n\x08\x64\x65\x61\x64line\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06prefix\x18\x08 \x01(\x0b\x32\x19.twinpool.v1.PrefixSource\x12\x18\n\x0bpreemptible\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\tB\x0e\n\x0c_preemptible\"\x98\x03\n\rDecodeCommand\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.twinpool.v1.PromptSpec\x12#\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.DrawSpec\x12$\n\x05owner\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x16\n\x0eowner_endpoint\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12+\n\x08\x64\x65\x61\x64line\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06prefix\x18\x08 \x01(\x0b\x32\x19.twinpool.v1.PrefixSource\x12\x18\n\x0bpreemptible\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12.\n\x08portable\x18\x0b \x01(\x0b\x32\x1c.twinpool.v1.PortableRequestB\x0e\n\x0c_preemptible\"A\n\rCancelCommand\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x0c\n\x04keep\x18\x02 \x01(\x08\"\x81\x03\n\x0fSessionResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.WelcomeH\x00\x12)\n\x08reserved\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.ReservedH\x00\x12\x30\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x18.twinpool.v1.PrefillDoneH\x00\x12\x30\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x18.twinpool.v1.HandoffDoneH\x00\x12\'\n\x04step\x18\x05 \x01(\x0b\x32\x17.twinpool.v1.StepTokensH\x00\x12,\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1a.twinpool.v1.AttemptFailedH\x00\x12+\n\tcancelled\x18\x07 \x01(\x0b\x32\x16.twinpool.v1.CancelledH\x00\x12\'\n\x04load\x18\x08 \x01(\x0b\x32\x17.twinpool.v1.LoadReportH\x00\x42\t\n\x07message\"Q\n\x07Welcome\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\"E\n\x08Reserved\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\"\x89\x01\n\nFirstToken\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12)\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12/\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"\xc0\x01\n\rPrefixFetched\x12\x19\n\x0cowner_blocks\x18\x01 \x01(\rH\x00\x88\x01\x01\x12+\n\x07\x66\x61ilure\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.FailureReason\x12(\n\x05stats\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\x12,\n\twait_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_owner_blocks\"\x84\x02\n\x0bPrefillDone\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.twinpool.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12-\n\nqueue_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x63ompute_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x07\x66\x65tched\x18\x06 \x01(\x0b\x32\x1a.twinpool.v1.PrefixFetched\"[\n\x0bHandoffDone\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12(\n\x05stats\x18\x02 \x01(\x0b\x32\x19.twinpool.v1.HandoffStats\"\xa6\x01\n\tStepToken\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12)\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12/\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"Y\n\nStepTokens\x12#\n\x03ids\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.AttemptId\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.twinpool.v1.StepToken\"o\n\rAttemptFailed\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.FailureReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"/\n\tCancelled\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\"\xd5\x01\n\nLoadReport\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1e\n\x16waiting_prefill_tokens\x18\x03 \x01(\x04\x12\x18\n\x10\x61vailable_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12,\n\tstep_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x10\n\x0eInspectRequest\"\xf8\x02\n\x0fInspectResponse\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x06 \x01(\r\x12\x15\n\rpinned_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x10\n\x08requests\x18\t \x01(\r\x12\x11\n\ttransfers\x18\n \x01(\r\x12\x10\n\x08sessions\x18\x0b \x01(\r\x12\x12\n\nbytes_read\x18\x0c \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\r \x01(\r\x12\x16\n\x0e\x66\x65nce_failures\x18\x0e \x01(\x04\x12\x14\n\x0ckept_answers\x18\x0f \x01(\r\"A\n\x0fTakeOverRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"=\n\x10TakeOverResponse\x12)\n\x05state\x18\x01 \x01(\x0b\x32\x1a.twinpool.v1.PortableState*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xf7\x02\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46\x41ILURE_REASON_NO_CAPACITY\x10\x01\x12\x1e\n\x1a\x46\x41ILURE_REASON_NOT_SERVING\x10\x02\x12\x19\n\x15\x46\x41ILURE_REASON_FENCED\x10\x03\x12\x1b\n\x17\x46\x41ILURE_REASON_TRANSFER\x10\x04\x12\x1c\n\x18\x46\x41ILURE_REASON_PEER_LOST\x10\x05\x12\x1a\n\x16\x46\x41ILURE_REASON_INVALID\x10\x06\x12\x1b\n\x17\x46\x41ILURE_REASON_INTERNAL\x10\x07\x12\x1b\n\x17\x46\x41ILURE_REASON_DEADLINE\x10\x08\x12\x1c\n\x18\x46\x41ILURE_REASON_DUPLICATE\x10\t\x12\x1d\n\x19\x46\x41ILURE_REASON_NOT_CACHED\x10\n\x12\x1d\n\x19\x46\x41ILURE_REASON_TAKEN_OVER\x10\x0b\x32\xe8\x01\n\rWorkerService\x12H\n\x07Session\x12\x1b.twinpool.v1.SessionRequest\x1a\x1c.twinpool.v1.SessionResponse(\x01\x30\x01\x12\x44\n\x07Inspect\x12\x1b.twinpool.v1.InspectRequest\x1a\x1c.twinpool.v1.InspectResponse\x12G\n\x08TakeOver\x12\x1c.twinpool.v1.TakeOverRequest\x1a\x1d.twinpool.v1.TakeOverResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=4115
-  _globals['_ROLE']._serialized_end=4178
-  _globals['_FAILUREREASON']._serialized_start=4181
-  _globals['_FAILUREREASON']._serialized_end=4556
+  _globals['_ROLE']._serialized_start=4132
+  _globals['_ROLE']._serialized_end=4195
+  _globals['_FAILUREREASON']._serialized_start=4198
+  _globals['_FAILUREREASON']._serialized_end=4573
   _globals['_WORKERID']._serialized_start=128
   _globals['_WORKERID']._serialized_end=173
   _globals['_ATTEMPTID']._serialized_start=175
@@ -49,47 +49,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTSPEC']._serialized_start=517
   _globals['_PROMPTSPEC']._serialized_end=589
   _globals['_DRAWSPEC']._serialized_start=592
-  _globals['_DRAWSPEC']._serialized_end=778
-  _globals['_PREFIXSOURCE']._serialized_start=780
-  _globals['_PREFIXSOURCE']._serialized_end=866
-  _globals['_PREFILLCOMMAND']._serialized_start=869
-  _globals['_PREFILLCOMMAND']._serialized_end=1237
-  _globals['_DECODECOMMAND']._serialized_start=1240
-  _globals['_DECODECOMMAND']._serialized_end=1648
-  _globals['_CANCELCOMMAND']._serialized_start=1650
-  _globals['_CANCELCOMMAND']._serialized_end=1715
-  _globals['_SESSIONRESPONSE']._serialized_start=1718
-  _globals['_SESSIONRESPONSE']._serialized_end=2103
-  _globals['_WELCOME']._serialized_start=2105
-  _globals['_WELCOME']._serialized_end=2186
-  _globals['_RESERVED']._serialized_start=2188
-  _globals['_RESERVED']._serialized_end=2257
-  _globals['_FIRSTTOKEN']._serialized_start=2260
-  _globals['_FIRSTTOKEN']._serialized_end=2397
-  _globals['_PREFIXFETCHED']._serialized_start=2400
-  _globals['_PREFIXFETCHED']._serialized_end=2592
-  _globals['_PREFILLDONE']._serialized_start=2595
-  _globals['_PREFILLDONE']._serialized_end=2855
-  _globals['_HANDOFFDONE']._serialized_start=2857
-  _globals['_HANDOFFDONE']._serialized_end=2948
-  _globals['_STEPTOKEN']._serialized_start=2951
-  _globals['_STEPTOKEN']._serialized_end=3117
-  _globals['_STEPTOKENS']._serialized_start=3119
-  _globals['_STEPTOKENS']._serialized_end=3208
-  _globals['_ATTEMPTFAILED']._serialized_start=3210
-  _globals['_ATTEMPTFAILED']._serialized_end=3321
-  _globals['_CANCELLED']._serialized_start=3323
-  _globals['_CANCELLED']._serialized_end=3370
-  _globals['_LOADREPORT']._serialized_start=3373
-  _globals['_LOADREPORT']._serialized_end=3586
-  _globals['_INSPECTREQUEST']._serialized_start=3588
-  _globals['_INSPECTREQUEST']._serialized_end=3604
-  _globals['_INSPECTRESPONSE']._serialized_start=3607
-  _globals['_INSPECTRESPONSE']._serialized_end=3983
-  _globals['_TAKEOVERREQUEST']._serialized_start=3985
-  _globals['_TAKEOVERREQUEST']._serialized_end=4050
-  _globals['_TAKEOVERRESPONSE']._serialized_start=4052
-  _globals['_TAKEOVERRESPONSE']._serialized_end=4113
-  _globals['_WORKERSERVICE']._serialized_start=4559
-  _globals['_WORKERSERVICE']._serialized_end=4791
+  _globals['_DRAWSPEC']._serialized_end=795
+  _globals['_PREFIXSOURCE']._serialized_start=797
+  _globals['_PREFIXSOURCE']._serialized_end=883
+  _globals['_PREFILLCOMMAND']._serialized_start=886
+  _globals['_PREFILLCOMMAND']._serialized_end=1254
+  _globals['_DECODECOMMAND']._serialized_start=1257
+  _globals['_DECODECOMMAND']._serialized_end=1665
+  _globals['_CANCELCOMMAND']._serialized_start=1667
+  _globals['_CANCELCOMMAND']._serialized_end=1732
+  _globals['_SESSIONRESPONSE']._serialized_start=1735
+  _globals['_SESSIONRESPONSE']._serialized_end=2120
+  _globals['_WELCOME']._serialized_start=2122
+  _globals['_WELCOME']._serialized_end=2203
+  _globals['_RESERVED']._serialized_start=2205
+  _globals['_RESERVED']._serialized_end=2274
+  _globals['_FIRSTTOKEN']._serialized_start=2277
+  _globals['_FIRSTTOKEN']._serialized_end=2414
+  _globals['_PREFIXFETCHED']._serialized_start=2417
+  _globals['_PREFIXFETCHED']._serialized_end=2609
+  _globals['_PREFILLDONE']._serialized_start=2612
+  _globals['_PREFILLDONE']._serialized_end=2872
+  _globals['_HANDOFFDONE']._serialized_start=2874
+  _globals['_HANDOFFDONE']._serialized_end=2965
+  _globals['_STEPTOKEN']._serialized_start=2968
+  _globals['_STEPTOKEN']._serialized_end=3134
+  _globals['_STEPTOKENS']._serialized_start=3136
+  _globals['_STEPTOKENS']._serialized_end=3225
+  _globals['_ATTEMPTFAILED']._serialized_start=3227
+  _globals['_ATTEMPTFAILED']._serialized_end=3338
+  _globals['_CANCELLED']._serialized_start=3340
+  _globals['_CANCELLED']._serialized_end=3387
+  _globals['_LOADREPORT']._serialized_start=3390
+  _globals['_LOADREPORT']._serialized_end=3603
+  _globals['_INSPECTREQUEST']._serialized_start=3605
+  _globals['_INSPECTREQUEST']._serialized_end=3621
+  _globals['_INSPECTRESPONSE']._serialized_start=3624
+  _globals['_INSPECTRESPONSE']._serialized_end=4000
+  _globals['_TAKEOVERREQUEST']._serialized_start=4002
+  _globals['_TAKEOVERREQUEST']._serialized_end=4067
+  _globals['_TAKEOVERRESPONSE']._serialized_start=4069
+  _globals['_TAKEOVERRESPONSE']._serialized_end=4130
+  _globals['_WORKERSERVICE']._serialized_start=4576
+  _globals['_WORKERSERVICE']._serialized_end=4808
 # @@protoc_insertion_point(module_scope)

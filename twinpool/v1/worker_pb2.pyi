@@ -276,6 +276,7 @@ class DrawSpec(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAWN_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices."""
     logprobs: _builtins.int
@@ -284,6 +285,8 @@ class DrawSpec(_message.Message):
     """Ids at the prompt's end that are output already, where an answer goes on: they count for positions, penalties and
     limits as if they had been drawn here. Needs n = 1.
     """
+    grammar: _builtins.str
+    """What the output must follow, as llguidance reads it; empty: anything."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """All fields set; defaults already filled in."""
@@ -305,10 +308,11 @@ class DrawSpec(_message.Message):
         n: _builtins.int = ...,
         logprobs: _builtins.int | None = ...,
         drawn: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "drawn", b"drawn", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "drawn", b"drawn", "grammar", b"grammar", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

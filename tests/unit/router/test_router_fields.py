@@ -94,6 +94,7 @@ def requests(draw: st.DrawFn) -> Prepared:
         arrival=0.0,
         tokenized=0.0,
         deadline=Deadline.after(draw(st.none() | st.floats(1, 100))),
+        grammar=draw(st.sampled_from(["", "start: /a/"])),
     )
 
 
@@ -117,6 +118,8 @@ EXPECTED: dict[str, Any] = {
     f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))
     for field in inference.SamplingParams.DESCRIPTOR.fields
 }
+for _form in ("json_schema", "regex", "lark", "choices.texts"):
+    EXPECTED[f"structured.{_form}"] = lambda p: p.grammar
 for _same in ("text", *(f"chat.{name}" for name in CHAT)):
     EXPECTED[_same] = EXPECTED["token_ids.ids"]
 

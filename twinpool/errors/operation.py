@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the table of errors that are about running a cluster, not about a request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from twinpool.errors.spec import C, ErrorSpec
+
+OPERATION: Final = (
+    ErrorSpec(
+        "CONFIG_INVALID",
+        C.FAILED_PRECONDITION,
+        False,
+        "the configuration is not valid",
+        "Correct the key that the message names; docs/configuration.md lists all.",
+    ),
+    ErrorSpec(
+        "CHECKPOINT_INVALID",
+        C.FAILED_PRECONDITION,
+        False,
+        "the checkpoint cannot be loaded",
+        "Fetch the file that the message names again, or point model.path at a complete checkpoint.",
+    ),
+    ErrorSpec(
+        "STORE_UNAVAILABLE",
+        C.UNAVAILABLE,
+        True,
+        "etcd cannot be reached",
+        "Running streams go on. Check etcd and cluster.etcd_endpoints.",
+    ),
+    ErrorSpec(
+        "STORE_CORRUPT",
+        C.DATA_LOSS,
+        False,
+        "a value in etcd cannot be read",
+        "Remove the key that the message names; its writer puts it again.",
+    ),
+    ErrorSpec(
+        "PORT_UNAVAILABLE",
+        C.FAILED_PRECONDITION,
+        False,
+        "the address cannot be bound",
+        "Stop what listens there, or use port 0 for a free one.",
+    ),
+    ErrorSpec(
+        "RECORDING_OFF",
+        C.FAILED_PRECONDITION,
+        False,
+        "the router does not record the calls to its core",
+        "Start it with router.record_bytes above 0.",
+    ),
+    ErrorSpec(
+        "SERVER_UNREACHABLE",
+        C.UNAVAILABLE,
+        True,
+        "the server cannot be reached",
+        "Check the address, and that the process runs.",
+    ),
+    ErrorSpec(
+        "UNAUTHENTICATED",
+        C.UNAUTHENTICATED,
+        False,
+        "the caller is not authenticated",
+        "Give a client certificate that the cluster's CA signed.",
+    ),
+    ErrorSpec(
+        "PERMISSION_DENIED",
+        C.PERMISSION_DENIED,
+        False,
+        "the caller may not do this",
+        "Ask the operator of the cluster.",
+    ),
+    ErrorSpec(
+        "UNIMPLEMENTED",
+        C.UNIMPLEMENTED,
+        False,
+        "the server does not know this call",
+        "Use a client of the server's version.",
+    ),
+)
