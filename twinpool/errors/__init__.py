@@ -8,8 +8,8 @@ from twinpool.errors.core import (
     TwinpoolError,
     as_twinpool_error,
 )
-from twinpool.errors.status import abort, from_rpc_error, to_status
 from twinpool.errors.spec import ErrorSpec
+from twinpool.errors.status import abort, from_rpc_error, to_status
 from twinpool.errors.table import GROUPS, TABLE
 
 __all__ = [
