@@ -21,7 +21,9 @@ class AnswerMaker:
         """Makes the text side of a choice."""
         tokenizer = self._models.tokenizer(prepared.group)
         return lambda: TextStream(
-            tokenizer.detokenizer(), prepared.stop_strings, min_tokens=prepared.min_tokens
+            tokenizer.detokenizer(keep=prepared.kept_tokens),
+            prepared.stop_strings,
+            min_tokens=prepared.min_tokens,
         )
 
     def make(self, prepared: Prepared) -> Answer:

@@ -51,6 +51,8 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         grace=grace,
         key=key,
         digest=digest,
+        grammar=prepared.grammar,
+        kept_tokens=prepared.kept_tokens,
     )
     return replace(prepared, portable=portable)
 
@@ -103,6 +105,8 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
         arrival=now,
         tokenized=now,
         deadline=Deadline.from_proto(state.deadline if state.HasField("deadline") else None),
+        grammar=request.grammar,
+        kept_tokens=tuple(request.kept_tokens),
         portable=moved,
     )
 

@@ -20,17 +20,18 @@ from twinpool.errors import TwinpoolError
 from twinpool.ids import new_request_id
 from twinpool.logs import get_logger
 from twinpool.router.answers import AnswerMaker
+from twinpool.router.call import Call, Rendered
 from twinpool.router.hops import Hops
 from twinpool.router.kept import Kept
 from twinpool.router.lifecycle import Lifecycle
 from twinpool.router.models import ModelTable, Target
 from twinpool.router.request import Prepared
 from twinpool.router.streams import Streams
+from twinpool.router.structured import GrammarCheck, check_together, grammar_of
 from twinpool.router.tally import Tally
 from twinpool.router.tokenize import TokenizeHop, hash_prompt
 from twinpool.router.utf8 import Unparsed, lenient, refuse_unknown_fields
 from twinpool.router.validate import check_length, check_params, check_resumable, check_vocabulary
-from twinpool.rpc import Deadline
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -60,6 +61,7 @@ class InferenceService:
         self._tokenize = tokenize
         self._answers = answers
         self._streams = streams
+        self._grammars = GrammarCheck(config.router)
         self._running: set[tuple[str, str]] = set()
         self._draining = False
 
@@ -71,19 +73,25 @@ class InferenceService:
 
     async def Generate(self, request: pb.GenerateRequest | Unparsed, context: Context) -> None:
         """See the protocol."""
-        arrival = time.monotonic()
-        deadline = Deadline.of_call(context)
-        parent = tracing.traceparent_of(context.invocation_metadata())
-        tally = Tally(tracing.start("generate", parent, began=arrival), deadline)
+        await self.serve(_parsed(request), Call.of(context))
+
+    async def serve(
+        self,
+        request: pb.GenerateRequest,
+        call: Call[pb.GenerateResponse],
+        rendered: Rendered | None = None,
+    ) -> None:
+        """Serves one request. ``rendered`` takes the place of its prompt."""
+        tally = Tally(tracing.start("generate", call.traceparent, began=call.arrival), call.deadline)
         try:
-            kept = await self._generate(_parsed(request), context, arrival, deadline, tally)
+            kept = await self._generate(request, call, tally, rendered)
         except BaseException as error:
             tally.end(error)
             raise
         if kept is None:
             tally.end(None)
         else:
-            await self._streams.follow(kept, (), context.write)
+            await self._streams.follow(kept, (), call.write)
 
     async def Resume(self, request: pb.ResumeRequest | Unparsed, context: ResumeContext) -> None:
         """See the protocol."""
@@ -114,7 +122,11 @@ class InferenceService:
     # --- inside ---------------------------------------------------------------------------
 
     async def _generate(
-        self, request: pb.GenerateRequest, context: Context, arrival: float, deadline: Deadline, tally: Tally
+        self,
+        request: pb.GenerateRequest,
+        call: Call[pb.GenerateResponse],
+        tally: Tally,
+        rendered: Rendered | None,
     ) -> Kept | None:
         """Serves a request, or starts one that can be resumed, or finds the one with its idempotency key."""
         if self._draining:
@@ -134,11 +146,11 @@ class InferenceService:
         kept: Kept | None = None
         try:
             target = self._models.resolve(request.model)
-            prepared = await self._prepare(request, target, arrival, deadline, tally.span)
+            prepared = await self._prepare(request, target, call, tally.span, rendered)
             if wanted is not None:
                 kept = self._streams.begin(prepared, wanted, tally, release)
                 return kept
-            await Lifecycle(self._hops, prepared, lambda: self._answers.make(prepared)).run(context.write)
+            await Lifecycle(self._hops, prepared, lambda: self._answers.make(prepared)).run(call.write)
         except grpc.aio.BaseError as error:
             # A write to a client that is gone; its cancel has not reached this task yet.
             raise asyncio.CancelledError from error
@@ -148,12 +160,18 @@ class InferenceService:
         return None
 
     async def _prepare(
-        self, request: pb.GenerateRequest, target: Target, arrival: float, deadline: Deadline, span: Span
+        self,
+        request: pb.GenerateRequest,
+        target: Target,
+        call: Call[pb.GenerateResponse],
+        span: Span,
+        rendered: Rendered | None,
     ) -> Prepared:
         """Validate, tokenise, hash. Nothing is reserved anywhere yet."""
         group = target.group
         params = check_params(request, self._limits, group, secrets.randbits(63))
-        tokens, field = await self._tokenize.prompt(request, target.tokenizer, group)
+        grammar = await self._grammar(request, rendered)
+        tokens, field = await self._tokenize.prompt(request, target.tokenizer, group, rendered)
         check_vocabulary(tokens, field, group)
         max_tokens = check_length(len(tokens), params, field, self._limits, group)
         root, hashes = hash_prompt(tokens, group, params.tenant, params.adapter)
@@ -180,11 +198,23 @@ class InferenceService:
             adapter=params.adapter,
             tenant=params.tenant,
             size_bytes=tokens.nbytes + hashes.nbytes,
-            arrival=arrival,
+            arrival=call.arrival,
             tokenized=time.monotonic(),
-            deadline=deadline,
+            deadline=call.deadline,
+            grammar=grammar,
+            kept_tokens=rendered.kept_tokens if rendered is not None else (),
             span=span,
         )
+
+    async def _grammar(self, request: pb.GenerateRequest, rendered: Rendered | None) -> str:
+        """What the answer must follow, known to be possible."""
+        grammar = rendered.grammar if rendered is not None else ""
+        if request.HasField("structured"):
+            grammar = grammar_of(request.structured)
+        if grammar:
+            check_together(request)
+            await self._tokenize.run(self._grammars.check, grammar)
+        return grammar
 
 
 def register(servicer: InferenceService, server: grpc.aio.Server) -> None:

@@ -6,6 +6,7 @@ refused with the reason before any work starts.
 """
 
 import json
+import threading
 from collections import OrderedDict
 from typing import Any, Final
 
@@ -55,17 +56,19 @@ def json_grammar(schema: str, field: str) -> str:
 
 
 class GrammarCheck:
-    """Finds out whether grammars can be compiled, once each. To be called from one thread at a time."""
+    """Finds out whether grammars can be compiled, once each. From any thread."""
 
     def __init__(self, limits: RouterSection) -> None:
         self._limits = limits
         self._good: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def check(self, grammar: str, field: str = "structured") -> None:
         """Raises INVALID_GRAMMAR with the reason. May take a second for a large one."""
-        if grammar in self._good:
-            self._good.move_to_end(grammar)
-            return
+        with self._lock:
+            if grammar in self._good:
+                self._good.move_to_end(grammar)
+                return
         size = len(grammar.encode())
         if size > self._limits.max_grammar_bytes:
             raise _refusal(
@@ -75,9 +78,10 @@ class GrammarCheck:
         if failed:
             text = " ".join(messages[0].split())
             raise _refusal(field, f"cannot be compiled: {text[:_MAX_SHOWN_CHARS]}")
-        self._good[grammar] = None
-        if len(self._good) > MAX_CHECKED:
-            self._good.popitem(last=False)
+        with self._lock:
+            self._good[grammar] = None
+            if len(self._good) > MAX_CHECKED:
+                self._good.popitem(last=False)
 
 
 def check_together(request: pb.GenerateRequest) -> None:

@@ -19,6 +19,7 @@ from twinpool import metrics
 from twinpool._core import hash_blocks, root_hash
 from twinpool.config.router import RouterSection
 from twinpool.errors import TwinpoolError
+from twinpool.router.call import Rendered
 from twinpool.router.chat.conversation import check_conversation, render
 from twinpool.router.request import Group
 from twinpool.router.validate import check_text, check_token_ids
@@ -46,7 +47,7 @@ class TokenizeHop:
 
     async def load(self, path: str) -> Tokenizer:
         """The tokenizer of a checkpoint's directory. Raises TokenizerLoadError."""
-        return await self._run(_load, path)
+        return await self.run(_load, path)
 
     def show(self) -> None:
         """Sets the gauges of the cache."""
@@ -59,8 +60,14 @@ class TokenizeHop:
         request: pb.GenerateRequest | pb.TokenizeRequest | router_pb2.LookupPrefixRequest,
         tokenizer: Tokenizer,
         group: Group,
+        rendered: Rendered | None = None,
     ) -> tuple[NDArray[np.int32], str]:
-        """The prompt's token ids and the name of the field that held it. Raises for a prompt that cannot be."""
+        """The prompt's token ids and the name of the field that held it. Raises for a prompt that cannot be. A prompt that is
+        rendered already is used as it is."""
+        if rendered is not None and not isinstance(request, pb.TokenizeRequest):
+            # A template writes special tokens itself: adding them again would double the first one.
+            encode = partial(self.cache.encode, tenant=request.tenant, add_special_tokens=False)
+            return await self.run(encode, tokenizer, rendered.text), "chat.messages"
         if not isinstance(request, pb.TokenizeRequest) and request.WhichOneof("prompt") == "token_ids":
             # The container offers its memory: no Python integer is made.
             given = np.array(request.token_ids.ids, np.uint32)
@@ -71,8 +78,9 @@ class TokenizeHop:
             check_text(request.text, "text", self._limits)
             return await self._encode(tokenizer, request.text, tenant), "text"
         if kind == "chat":
-            check_conversation(request.chat, self._limits)
-            return await self._run(self._encode_chat, tokenizer, request.chat, tenant), "chat.messages"
+            text = await self.render(request.chat, tokenizer)
+            encode = partial(self.cache.encode, tenant=tenant, add_special_tokens=False)
+            return await self.run(encode, tokenizer, text), "chat.messages"
         raise TwinpoolError(
             "EMPTY_PROMPT", "prompt is not set; the limit is one of token_ids, text, chat", field="prompt"
         )
@@ -80,14 +88,15 @@ class TokenizeHop:
     async def _encode(self, tokenizer: Tokenizer, text: str, tenant: str) -> NDArray[np.int32]:
         if len(text) <= _INLINE_CHARS:
             return tokenizer.encode(text)
-        return await self._run(partial(self.cache.encode, tenant=tenant), tokenizer, text)
+        return await self.run(partial(self.cache.encode, tenant=tenant), tokenizer, text)
 
-    def _encode_chat(self, tokenizer: Tokenizer, chat: pb.ChatMessages, tenant: str) -> NDArray[np.int32]:
-        # The template writes special tokens itself: adding them again would double the first one.
-        text = render(chat, tokenizer)
-        return self.cache.encode(tokenizer, text, tenant=tenant, add_special_tokens=False)
+    async def render(self, chat: pb.ChatMessages, tokenizer: Tokenizer) -> str:
+        """The text of a conversation under the model's template. Raises for one that cannot be."""
+        check_conversation(chat, self._limits)
+        return await self.run(render, chat, tokenizer)
 
-    async def _run(self, work: Callable[..., T], *args: object) -> T:
+    async def run(self, work: Callable[..., T], *args: object) -> T:
+        """Does what would hold the event loop up in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
 

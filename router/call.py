@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a client, whichever protocol it came by."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import grpc.aio
+
+from twinpool import tracing
+from twinpool.rpc import Deadline
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[E]):
+    """Where the events of an answer go, and until when. ``arrival`` is in ``time.monotonic()`` seconds."""
+
+    write: Callable[[E], Awaitable[None]]
+    deadline: Deadline = field(default_factory=Deadline)
+    traceparent: str = ""
+    arrival: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, context: grpc.aio.ServicerContext[Any, E]) -> "Call[E]":
+        """A call by gRPC."""
+        return cls(
+            context.write,
+            Deadline.of_call(context),
+            tracing.traceparent_of(context.invocation_metadata()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt that is text already, special tokens included, and what follows from how it was made."""
+
+    text: str
+    kept_tokens: tuple[str, ...] = ()
+    """Special tokens that are part of the answer's text."""
+    grammar: str = ""
+    """What the answer must follow, besides what the request itself says."""
