@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
-from twinpool.membership import RouterWatch, WorkerWatch
+from twinpool.membership import REGISTER_SECONDS, RouterWatch, WorkerWatch
 from twinpool.store import Store
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, RouterRecord, WorkerRecord
 
@@ -23,8 +23,10 @@ class ClusterView:
 
     def __init__(self, store: Store, config: TwinpoolConfig) -> None:
         self._changed = asyncio.Event()
-        self._workers = WorkerWatch(store, config.cluster.name, on_event=self._on_event)
-        self._routers = RouterWatch(store, config.cluster.name, on_event=self._on_event)
+        cluster = config.cluster
+        grace = cluster.lease_ttl_seconds + REGISTER_SECONDS
+        self._workers = WorkerWatch(store, cluster.name, on_event=self._on_event, grace_seconds=grace)
+        self._routers = RouterWatch(store, cluster.name, on_event=self._on_event, grace_seconds=grace)
 
     async def start(self) -> None:
         """Starts to follow the store."""

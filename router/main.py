@@ -12,7 +12,7 @@ from twinpool import logs, metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
-from twinpool.membership import Registration, RouterWatch, WorkerWatch
+from twinpool.membership import REGISTER_SECONDS, Registration, RouterWatch, WorkerWatch
 from twinpool.router.app import Router
 from twinpool.router.index import SegmentView
 from twinpool.router.resume_token import cluster_key, key_of_file
@@ -57,6 +57,7 @@ async def _run(config: TwinpoolConfig) -> int:
         pool=config.router.pool,
         on_event=router.on_member,
         is_alive=router.fleet.reachable,
+        grace_seconds=config.cluster.lease_ttl_seconds + REGISTER_SECONDS,
     )
     segments = SegmentView(store, config.cluster.name, router.locality.segments_changed)
     routers = RouterWatch(store, config.cluster.name, on_event=router.others.on_member)

@@ -8,6 +8,7 @@ from twinpool.membership.records import RecordError, parse, problem_of
 from twinpool.membership.registration import Registration
 from twinpool.membership.watch import (
     GRACE_SECONDS,
+    REGISTER_SECONDS,
     EventKind,
     MemberEvent,
     RecordWatch,
@@ -17,6 +18,7 @@ from twinpool.membership.watch import (
 
 __all__ = [
     "GRACE_SECONDS",
+    "REGISTER_SECONDS",
     "EventKind",
     "MemberEvent",
     "RecordError",

@@ -18,8 +18,12 @@ from twinpool.v1.control_pb2 import RouterRecord, WorkerRecord
 
 _log = get_logger(__name__)
 
-GRACE_SECONDS: Final = 30.0
-"""How long a record is kept that is missing for a reason which says nothing about its owner."""
+REGISTER_SECONDS: Final = 2.0
+"""How long after the end of its lease at the latest a process is registered again, once etcd can be reached."""
+
+GRACE_SECONDS: Final = 12.0
+"""How long a record is kept that is missing for a reason which says nothing about its owner: the default lease, after whose
+end at the latest an owner has noticed and put its record again, and two seconds."""
 
 
 class EventKind(enum.Enum):
@@ -42,9 +46,9 @@ class MemberEvent(Generic[R]):
 class RecordWatch(Generic[R]):
     """The view of one kind of record. Make it anywhere; use it on one event loop, on which callbacks run, too.
 
-    Without etcd the last view stays. After an etcd that lost its data, missing records stay for ``grace_seconds``,
-    in which their owners put them again. After a cut connection, missing records are removed at once, unless
-    ``is_alive`` says that the owner is there (the caller has a stream to it): then they get the same grace.
+    Without etcd the last view stays. After a cut connection, missing records are removed at once, unless ``is_alive`` says that
+    the owner is there (the caller has a stream to it): then they stay for ``grace_seconds``, in which their owners put them
+    again. After an etcd that lost its data it is the same, but who cannot tell (no ``is_alive``) gives all that grace.
     """
 
     def __init__(
@@ -169,12 +173,22 @@ class RecordWatch(Generic[R]):
         record = self._view.get(key)
         if record is None or origin in (Origin.LIVE, Origin.FIRST):
             return False
-        return origin is Origin.RESET or (self._is_alive is not None and self._is_alive(record))
+        if self._is_alive is not None:
+            return self._is_alive(record)
+        return origin is Origin.RESET
 
     def _hold(self, key: str) -> None:
         if key not in self._held:
             _log.info("missing_record_kept", key=key, seconds=self._grace)
-            self._held[key] = asyncio.get_running_loop().call_later(self._grace, self._remove, key)
+            self._held[key] = asyncio.get_running_loop().call_later(self._grace, self._grace_over, key)
+
+    def _grace_over(self, key: str) -> None:
+        self._held.pop(key, None)
+        if self._watch.connected:
+            self._remove(key)
+        else:
+            # etcd is away again: nobody can have put a record meanwhile.
+            self._hold(key)
 
     def _release(self, key: str) -> None:
         timer = self._held.pop(key, None)
