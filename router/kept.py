@@ -277,7 +277,9 @@ class KeptBook:
             self.end(kept, TwinpoolError("DEADLINE_EXCEEDED"))
         else:
             log.info("resume_grace_passed", request_id=kept.prepared.request_id)
-            self.end(kept, TwinpoolError("CANCELLED", "its client was gone for longer than the resume grace"))
+            self.end(
+                kept, TwinpoolError("RESUME_LOST", "its client was gone for longer than the resume grace")
+            )
 
     def _grew(self, size: int) -> None:
         self._bytes += size

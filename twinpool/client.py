@@ -27,6 +27,16 @@ class Completion:
     started: pb.GenerateStarted = field(default_factory=pb.GenerateStarted)
     finished: pb.GenerateFinished = field(default_factory=pb.GenerateFinished)
 
+    def take(self, event: pb.GenerateResponse) -> None:
+        """Takes the next event. Raises as ``add``."""
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self.started = event.started
+        elif kind == "tokens":
+            self.add(event.tokens)
+        elif kind == "finished":
+            self.finished = event.finished
+
     def add(self, tokens: pb.GenerateTokens) -> None:
         """Appends one event's tokens; raises ValueError if the stream skipped or repeated a position."""
         while len(self.token_ids) <= tokens.index:
@@ -119,13 +129,7 @@ class Client:
         """Collects a whole answer."""
         answer = Completion()
         async for event in self.stream(message, timeout=timeout):
-            kind = event.WhichOneof("event")
-            if kind == "started":
-                answer.started = event.started
-            elif kind == "tokens":
-                answer.add(event.tokens)
-            elif kind == "finished":
-                answer.finished = event.finished
+            answer.take(event)
         return answer
 
     async def models(self) -> list[pb.Model]:

@@ -2,6 +2,7 @@
 """``twinpool demo``: a whole cluster on this machine, three answers from a real model, and nothing left behind."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -83,24 +84,24 @@ async def _demo(
         try:
             with stages(live) as progress:
                 await cluster.start(progress.stage, stopping)
-            endpoint = cluster.router_endpoints[0]
+            endpoints = cluster.router_endpoints
             if live:
                 err.print(f"[dim]{cluster.describe()}[/]")
-            return await _questions(endpoint, max_tokens, live)
+            return await _questions(endpoints, max_tokens, live)
         finally:
             with stages(live) as progress:
                 progress.stage("Stopping")
                 await cluster.stop()
 
 
-async def _questions(endpoint: str, max_tokens: int, live: bool) -> list[dict[str, object]]:
+async def _questions(endpoints: Sequence[str], max_tokens: int, live: bool) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
 
     async def ask(label: str, turns: list[Turn]) -> Completion:
         if live:
             out.print(f"[dim]── {label} ──[/]")
         answer = await stream_answer(
-            endpoint, request(chat=turns, max_tokens=max_tokens, temperature=0.0), live=live
+            endpoints, request(chat=turns, max_tokens=max_tokens, temperature=0.0), live=live
         )
         rows.append({"prompt": label, **figures(answer), "text": answer.texts[0]})
         return answer

@@ -2,14 +2,16 @@
 """``twinpool generate`` and ``twinpool chat``: a person asks the cluster."""
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from twinpool.client import Client, Completion, Turn, request
+from twinpool.client import Completion, Turn, request
+from twinpool.cluster_client import ClusterClient
 from twinpool.control.cli.output import Format, FormatOption, emit_data, err, out
-from twinpool.control.cli.target import ClusterOption, EndpointOption, router_endpoint, run_command
+from twinpool.control.cli.target import ClusterOption, EndpointOption, router_endpoints, run_command
 from twinpool.v1 import inference_pb2 as pb
 
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.", min=1)]
@@ -30,9 +32,12 @@ def generate(
     ] = False,
     cluster: ClusterOption = "local",
     endpoint: EndpointOption = "",
+    request_id: Annotated[
+        str, typer.Option("--request-id", help="What to call the request, in logs and for `twinpool trace`.")
+    ] = "",
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Send one prompt and print the answer as it comes."""
+    """Send one prompt and print the answer as it comes. A router that is lost meanwhile is replaced by another one."""
     text = sys.stdin.read() if prompt == "-" else prompt
     message = request(
         None if chat_template else text,
@@ -43,8 +48,9 @@ def generate(
         seed=seed,
         n=n,
         stop=stop or (),
+        request_id=request_id,
     )
-    target = router_endpoint(cluster, endpoint)
+    target = router_endpoints(cluster, endpoint)
     live = output is Format.TABLE and n == 1
     answer = run_command(stream_answer(target, message, live=live))
     if output is not Format.TABLE:
@@ -66,7 +72,7 @@ def chat(
     endpoint: EndpointOption = "",
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
-    target = router_endpoint(cluster, endpoint)
+    target = router_endpoints(cluster, endpoint)
     turns: list[Turn] = [("system", system)] if system else []
     while True:
         try:
@@ -82,20 +88,14 @@ def chat(
         turns.append(("assistant", answer.texts[0]))
 
 
-async def stream_answer(endpoint: str, message: pb.GenerateRequest, *, live: bool) -> Completion:
+async def stream_answer(endpoints: Sequence[str], message: pb.GenerateRequest, *, live: bool) -> Completion:
     """Collects an answer, printing the text of a single choice as it comes if ``live``."""
     answer = Completion()
-    async with Client(endpoint) as client:
+    async with ClusterClient(endpoints) as client:
         async for event in client.stream(message):
-            kind = event.WhichOneof("event")
-            if kind == "started":
-                answer.started = event.started
-            elif kind == "tokens":
-                answer.add(event.tokens)
-                if live:
-                    out.print(event.tokens.text, end="", markup=False, soft_wrap=True)
-            elif kind == "finished":
-                answer.finished = event.finished
+            answer.take(event)
+            if live and event.HasField("tokens"):
+                out.print(event.tokens.text, end="", markup=False, soft_wrap=True)
     if live:
         out.print()
     return answer
@@ -103,8 +103,11 @@ async def stream_answer(endpoint: str, message: pb.GenerateRequest, *, live: boo
 
 def answer_data(answer: Completion) -> dict[str, object]:
     """A whole answer for JSON and YAML."""
+    started = MessageToDict(answer.started, preserving_proto_field_name=True)
+    # Who has it can read the answer.
+    started.pop("resume_token", None)
     return {
-        "started": MessageToDict(answer.started, preserving_proto_field_name=True),
+        "started": started,
         "choices": [
             {"index": i, "text": text, "token_ids": answer.token_ids[i]}
             for i, text in enumerate(answer.texts)
@@ -138,5 +141,5 @@ def summary(answer: Completion) -> str:
     return (
         f"{f['prompt_tokens']} prompt tokens ({f['cached_tokens']} cached), {f['output_tokens']} generated, "
         f"first after {f['ttft_ms']:.0f} ms, then {f['tokens_per_s']:.1f}/s; "
-        f"{f['kv_mb']:.2f} MB of KV pulled at {f['kv_gb_per_s']:.2f} GB/s"
+        f"{f['kv_mb']:.2f} MB of KV pulled at {f['kv_gb_per_s']:.2f} GB/s; {answer.started.request_id}"
     )

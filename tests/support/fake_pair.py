@@ -100,6 +100,7 @@ class FakePair:
         self.lost = True
         await self.other.router.fleet.close()
         await self.other.router.stop(0.0)
+        await until(lambda: all(len(made.sessions) <= 1 for made in self.one.workers.values()))
 
     def generate(self, cluster: FakeCluster, request: pb.GenerateRequest) -> Stream:
         return Stream(cluster.stub.Generate(request))

@@ -175,6 +175,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self.sessions.remove(session)
+            session.running.clear()
             for job in list(session.jobs.values()):
                 self.kept.keep(job)
                 if job.task is not None:
