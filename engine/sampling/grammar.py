@@ -70,6 +70,18 @@ class Grammars:
         """Ends the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def prepare(self) -> None:
+        """Reads the tokenizer now. Raises ValueError for one that grammars cannot be used with."""
+        with self._lock:
+            self._prepared()
+
+    def _prepared(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                self._read(), n_vocab=self._vocab_size, eos_token=self._end_ids or None
+            )
+        return self._tokenizer
+
     def compile(self, grammar: str) -> None:
         """Compiles ``grammar`` if it is not known. Raises GrammarError. May take a second: not for a loop that must turn."""
         with self._lock:

@@ -88,6 +88,10 @@ class Tokenizer:
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{root}: {error}") from error
 
+    def to_json(self) -> str:
+        """tokenizer.json, with the tokens that other files add."""
+        return str(self._backend.to_str())
+
     @property
     def vocab_size(self) -> int:
         """One more than the highest token id, added tokens included. A model's own figure may be larger (padding)."""

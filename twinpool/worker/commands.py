@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinpool._core import hash_blocks
-from twinpool.engine.sampling import DrawParams, DrawParamsError, SequenceDraw
+from twinpool.engine.sampling import DrawParams, DrawParamsError, Grammars, SequenceDraw
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1 import worker_pb2 as pb
@@ -89,6 +89,7 @@ class Draw:
     params: DrawParams
     n: int
     drawn: int = 0
+    grammars: Grammars | None = None
 
     @property
     def remaining(self) -> int:
@@ -106,8 +107,14 @@ class Draw:
         """The draw of a choice that has ``outputs`` besides what it had before the command."""
         asked = len(prompt) - self.drawn
         history = (*prompt.tokens[asked:].tolist(), *outputs)
+        grammar = self.grammars.state(self.params.grammar) if self.grammars and self.params.grammar else None
         return SequenceDraw(
-            self.params, prompt.tokens[:asked], choice=choice, outputs=history, siblings=siblings
+            self.params,
+            prompt.tokens[:asked],
+            choice=choice,
+            outputs=history,
+            siblings=siblings,
+            grammar=grammar,
         )
 
 
@@ -167,16 +174,24 @@ class CancelWork:
 Work: TypeAlias = PrefillWork | DecodeWork | CancelWork
 
 
-def parse_command(message: pb.SessionRequest, limits: Limits) -> Work:
-    """The checked form of any message but Hello. Raises CommandError (INVALID) for a wrong one."""
+def parse_command(message: pb.SessionRequest, limits: Limits, grammars: Grammars | None = None) -> Work:
+    """The checked form of any message but Hello. ``grammars``: who has compiled the grammars that come. Raises CommandError
+    (INVALID) for a wrong one."""
     kind = message.WhichOneof("message")
     if kind == "cancel":
         return CancelWork(AttemptKey.of(message.cancel.id), message.cancel.keep)
     if kind == "prefill":
-        return _prefill(message.prefill, limits)
+        return _prefill(message.prefill, limits, grammars)
     if kind == "decode":
-        return _decode(message.decode, limits)
+        return _decode(message.decode, limits, grammars)
     raise _invalid(f"message {kind or 'without content'} is not a command")
+
+
+def grammar_of(message: pb.SessionRequest) -> str:
+    """The grammar that a command draws by; "": none."""
+    kind = message.WhichOneof("message")
+    command = message.prefill if kind == "prefill" else message.decode if kind == "decode" else None
+    return command.draw.grammar if command is not None else ""
 
 
 def attempt_of(message: pb.SessionRequest) -> AttemptKey | None:
@@ -204,9 +219,9 @@ def _invalid(detail: str) -> CommandError:
     return CommandError(pb.FAILURE_REASON_INVALID, detail)
 
 
-def _prefill(command: pb.PrefillCommand, limits: Limits) -> PrefillWork:
+def _prefill(command: pb.PrefillCommand, limits: Limits, grammars: Grammars | None) -> PrefillWork:
     key = _attempt(command.id)
-    draw = _draw(command.draw, limits)
+    draw = _draw(command.draw, limits, grammars)
     prompt = _prompt(command.prompt, draw, limits)
     cached = command.reader_cached_blocks
     if cached > len(prompt.hashes):
@@ -225,9 +240,9 @@ def _prefill(command: pb.PrefillCommand, limits: Limits) -> PrefillWork:
     )
 
 
-def _decode(command: pb.DecodeCommand, limits: Limits) -> DecodeWork:
+def _decode(command: pb.DecodeCommand, limits: Limits, grammars: Grammars | None) -> DecodeWork:
     key = _attempt(command.id)
-    draw = _draw(command.draw, limits)
+    draw = _draw(command.draw, limits, grammars)
     prompt = _prompt(command.prompt, draw, limits)
     remote = command.HasField("owner")
     if remote != bool(command.owner_endpoint):
@@ -282,7 +297,7 @@ def _deadline(command: pb.PrefillCommand | pb.DecodeCommand) -> float | None:
     return command.deadline.ToNanoseconds() / 1e9
 
 
-def _draw(spec: pb.DrawSpec, limits: Limits) -> Draw:
+def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
     if not 1 <= spec.n <= MAX_CHOICES:
         raise _invalid(f"draw.n {spec.n} is not in 1..{MAX_CHOICES}")
     if len(spec.stop_token_ids) > MAX_STOP_IDS:
@@ -294,6 +309,8 @@ def _draw(spec: pb.DrawSpec, limits: Limits) -> Draw:
             raise _invalid(f"draw.sampling.{name} is not set")
     if not stop.HasField("max_tokens"):
         raise _invalid("draw.stop.max_tokens is not set")
+    if spec.grammar and grammars is None:
+        raise _invalid("draw.grammar is set; this worker cannot draw by grammars")
     try:
         params = DrawParams(
             temperature=sampling.temperature,
@@ -307,6 +324,7 @@ def _draw(spec: pb.DrawSpec, limits: Limits) -> Draw:
             max_tokens=stop.max_tokens,
             min_tokens=stop.min_tokens,
             stop_token_ids=frozenset(spec.stop_token_ids),
+            grammar=spec.grammar,
             logprobs=spec.logprobs if spec.HasField("logprobs") else None,
         )
         params.check_vocabulary(limits.vocab_size)
@@ -317,7 +335,7 @@ def _draw(spec: pb.DrawSpec, limits: Limits) -> Draw:
             f"draw.drawn is {spec.drawn} with n {spec.n} and max_tokens {params.max_tokens};"
             " it needs one choice and a token that is left to draw"
         )
-    return Draw(params, spec.n, spec.drawn)
+    return Draw(params, spec.n, spec.drawn, grammars)
 
 
 def _prompt(spec: pb.PromptSpec, draw: Draw, limits: Limits) -> Prompt:

@@ -156,6 +156,7 @@ class Serving:
             limits=parts.limits,
             loop=self._loop,
             inspector=inspector,
+            grammars=self._stack.grammars,
         )
         self._readers = HandoffService(own=own, loop=self._loop)
         self._owners = OwnerLinks(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from twinpool import errors, metrics
+from twinpool.engine.sampling import GrammarError, Grammars
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
@@ -25,6 +26,7 @@ from twinpool.worker.commands import (
     Limits,
     PrefillWork,
     attempt_of,
+    grammar_of,
     parse_command,
     worker_id,
 )
@@ -58,12 +60,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         limits: Limits,
         loop: StepLoop,
         inspector: Inspector,
+        grammars: Grammars | None = None,
     ) -> None:
+        """``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
         self._worker = worker
         self._role = role
         self._limits = limits
         self._loop = loop
         self._inspector = inspector
+        self._grammars = grammars
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
         self._draining = False
@@ -178,7 +183,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         error: TwinpoolError | None = None
         try:
             async for message in requests:
-                self._accept(session, message)
+                if not (grammar := grammar_of(message)) or await self._compiled(session, message, grammar):
+                    self._accept(session, message)
         except asyncio.CancelledError:
             raise
         except Exception as caught:
@@ -186,23 +192,37 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             error = errors.as_twinpool_error(caught)
         session.out.close(error)
 
+    async def _compiled(self, session: RouterSession, message: pb.SessionRequest, grammar: str) -> bool:
+        """Compiles a grammar, beside both loops. What comes on the stream meanwhile waits, so that it stays in order."""
+        try:
+            if self._grammars is not None:
+                await asyncio.to_thread(self._grammars.compile, grammar)
+        except GrammarError as error:
+            detail = f"draw.grammar cannot be compiled: {error}"
+            self._refuse(session, message, CommandError(pb.FAILURE_REASON_INVALID, detail))
+            return False
+        return True
+
     def _accept(self, session: RouterSession, message: pb.SessionRequest) -> None:
         try:
-            work = parse_command(message, self._limits)
+            work = parse_command(message, self._limits, self._grammars)
             if not isinstance(work, CancelWork):
                 self._check_serving()
         except CommandError as refused:
-            key = attempt_of(message)
-            if key is None:
-                session.out.close(TwinpoolError("INVALID_ARGUMENT", refused.detail))
-                return
-            failed = pb.AttemptFailed(id=key.message(), reason=refused.reason, detail=refused.detail)
-            session.out.send(pb.SessionResponse(failed=failed))
+            self._refuse(session, message, refused)
             return
         if isinstance(work, CancelWork):
             self._loop.post(partial(self._cancel, session.number, work, time.monotonic()))
         else:
             self._loop.post(partial(self._work, session.number, work))
+
+    def _refuse(self, session: RouterSession, message: pb.SessionRequest, refused: CommandError) -> None:
+        key = attempt_of(message)
+        if key is None:
+            session.out.close(TwinpoolError("INVALID_ARGUMENT", refused.detail))
+            return
+        failed = pb.AttemptFailed(id=key.message(), reason=refused.reason, detail=refused.detail)
+        session.out.send(pb.SessionResponse(failed=failed))
 
     def _check_serving(self) -> None:
         why = "it is draining" if self._draining else self._unfit

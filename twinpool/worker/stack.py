@@ -19,8 +19,10 @@ from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
 from twinpool.engine.models.base import KVLayout
 from twinpool.engine.runner import ModelRunner
+from twinpool.engine.sampling import Grammars
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.logs import get_logger
+from twinpool.text import Tokenizer, TokenizerLoadError
 from twinpool.transfer.base import PoolMemory
 from twinpool.worker.commands import Limits
 from twinpool.worker.step_loop import Runner
@@ -55,6 +57,7 @@ class EngineStack:
     runner: Runner
     limits: Limits
     calibration: Calibration = field(default_factory=Calibration)
+    grammars: Grammars | None = None
 
 
 class LoadProgress:
@@ -148,7 +151,8 @@ def build_stack(
         host = HostPool(pool, kv.host_blocks) if kv.host_blocks else None
     except MemoryError as error:
         raise ConfigError(f"kv.host_blocks: {error}", key="kv.host_blocks") from None
-    runner = ModelRunner(model, pool, host=host, threads=config.worker.threads)
+    grammars = _grammars(config.model.path, facts.model.vocab_size)
+    runner = ModelRunner(model, pool, host=host, grammars=grammars, threads=config.worker.threads)
     calibration = _prepare(runner, config, cancelled)
     blocks = BlockManager(kv.num_blocks, kv.block_tokens, pool.generations)
     limits = SchedulerConfig(
@@ -177,7 +181,20 @@ def build_stack(
             vocab_size=facts.model.vocab_size,
         ),
         calibration=calibration,
+        grammars=grammars,
     )
+
+
+def _grammars(path: str, vocab_size: int) -> Grammars | None:
+    """Reads the tokenizer for answers that must follow a grammar: it takes a second, which no request is to wait for."""
+    try:
+        tokenizer = Tokenizer.from_pretrained(path)
+        grammars = Grammars(tokenizer.to_json, vocab_size=vocab_size, end_ids=tokenizer.eos_token_ids)
+        grammars.prepare()
+    except (TokenizerLoadError, ValueError) as error:
+        log.warning("no_grammars", error=str(error))
+        return None
+    return grammars
 
 
 def _prepare(runner: ModelRunner, config: TwinpoolConfig, cancelled: Callable[[], bool]) -> Calibration:
