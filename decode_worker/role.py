@@ -329,18 +329,16 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         """See RoleHandler."""
         return now if self._starting and self._stuck else super().next_wake(now)
 
-    def take_over(self, stream_id: str, key: bytes, forget: bool) -> PortableState | None:
+    def take_over(self, stream_id: str, key: bytes, digest: bytes, forget: bool) -> PortableState | None:
         """See RoleHandler."""
         for attempt in self._attempts:
             portable = attempt.work.portable
-            if portable is not None and (
-                portable.stream_id == stream_id if stream_id else portable.key == key
-            ):
-                self._fail(attempt, pb.FAILURE_REASON_TAKEN_OVER, "another router goes on with the answer")
-        state = self._kept.find(stream_id, key)
-        if forget and state is not None:
-            self._kept.forget(state.request.stream_id)
-        return state
+            if portable is None or not kept.means(portable, stream_id, key):
+                continue
+            if not stream_id and not forget and portable.digest != digest:
+                return PortableState(request=portable)
+            self._fail(attempt, pb.FAILURE_REASON_TAKEN_OVER, "another router goes on with the answer")
+        return kept.told(self._kept, stream_id, key, digest, forget)
 
     def _forget(self, attempt: DecodeAttempt) -> None:
         attempt.forgotten = True

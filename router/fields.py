@@ -103,6 +103,7 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _both("adapter", "prompt.root_hash", "part of the namespace of the block hashes"),
     _kept("resume_grace.seconds", "portable.grace.seconds", "how long the decode worker keeps the tokens"),
     _kept("resume_grace.nanos", "portable.grace.nanos", "how long the decode worker keeps the tokens"),
+    _router("repeated", "where else an answer with its key is looked for"),
     _kept("idempotency_key", "portable.key", "by its digest a router finds an answer whose router is lost"),
 )
 """One row for each leaf field of GenerateRequest."""

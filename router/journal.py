@@ -155,6 +155,11 @@ class Journal:
         """One entry a token, a row a choice; an empty row where they are not known from the first token on."""
         return [() if choice.logprobs_from else choice.logprobs for choice in self._choices]
 
+    @property
+    def whole(self) -> bool:
+        """Whether it can be read from its first token on."""
+        return not self._spec.logprobs or not any(choice.logprobs_from for choice in self._choices)
+
     # --- the reader's side ----------------------------------------------------------------
 
     def attach(self, next_index: Sequence[int]) -> "Reader":

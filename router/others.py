@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -23,6 +24,8 @@ from twinpool.v1.resume_pb2 import PortableState
 
 log = get_logger(__name__)
 
+_MUTED_SECONDS: Final = 1.0
+
 
 @dataclass(slots=True)
 class Found:
@@ -35,6 +38,16 @@ class Found:
     error: TwinpoolError | None = None
     answered: int = 0
     unreachable: int = 0
+
+    def heard(self, router: str, said: router_pb2.HandOverResponse) -> None:
+        """What a router said."""
+        if said.HasField("state"):
+            self.states.append(said.state)
+        if said.pending:
+            self.pending.append(router)
+        if said.error_reason:
+            reason = said.error_reason if said.error_reason in TABLE else "INTERNAL"
+            self.error = TwinpoolError(reason, said.error_message)
 
 
 class OtherRouters:
@@ -53,7 +66,7 @@ class OtherRouters:
         self._workers = workers
         self._timeout = timeout_seconds
         self._routers: dict[str, RouterRecord] = {}
-        self._lost_at: float | None = None
+        self._muted: dict[str, float] = {}
 
     def on_member(self, event: MemberEvent[RouterRecord]) -> None:
         """A router came, changed or went."""
@@ -62,42 +75,52 @@ class OtherRouters:
             return
         if event.kind is EventKind.REMOVED:
             self._routers.pop(record.name, None)
-            self._lost_at = time.monotonic()
+            self._muted.pop(record.name, None)
         else:
             self._routers[record.name] = record
+
+    @property
+    def name(self) -> str:
+        """Of this router."""
+        return self._own[0]
 
     @property
     def alive(self) -> bool:
         """Whether there are others, as far as their registrations say."""
         return bool(self._routers)
 
-    def lost_within(self, seconds: float) -> bool:
-        """Whether one has gone, well or not, in the last ``seconds``."""
-        return self._lost_at is not None and time.monotonic() - self._lost_at < seconds
-
-    async def ask_routers(self, stream_id: str = "", key: bytes = b"", *, forget: bool = False) -> Found:
-        """Whoever has it hands it over, and makes it no more."""
-        request = router_pb2.HandOverRequest(stream_id=stream_id, key=key, forget=forget, asker=self._own[0])
+    async def ask_routers(
+        self, stream_id: str = "", key: bytes = b"", *, digest: bytes = b"", forget: bool = False
+    ) -> Found:
+        """Whoever has it hands it over, and makes it no more. By ``key``: only if its request has this ``digest``; and a router
+        that has just not answered is not waited for again, since every request with a key waits for this."""
+        request = router_pb2.HandOverRequest(
+            stream_id=stream_id, key=key, digest=digest, forget=forget, asker=self._own[0]
+        )
         found = Found(source="router")
 
         async def ask(record: RouterRecord) -> None:
-            async with self._connect(record.endpoint) as channel:
-                stub = router_pb2_grpc.RouterServiceStub(channel)
-                said: router_pb2.HandOverResponse = await stub.HandOver(request, timeout=self._timeout)
-            if said.HasField("state"):
-                found.states.append(said.state)
-            if said.pending:
-                found.pending.append(record.name)
-            if said.error_reason:
-                reason = said.error_reason if said.error_reason in TABLE else "INTERNAL"
-                found.error = TwinpoolError(reason, said.error_message)
+            try:
+                async with self._connect(record.endpoint) as channel:
+                    stub = router_pb2_grpc.RouterServiceStub(channel)
+                    said: router_pb2.HandOverResponse = await stub.HandOver(request, timeout=self._timeout)
+            except grpc.aio.AioRpcError:
+                self._muted[record.name] = time.monotonic() + _MUTED_SECONDS
+                raise
+            self._muted.pop(record.name, None)
+            found.heard(record.name, said)
 
-        await self._all(found, [ask(record) for record in self._routers.values()])
+        now = time.monotonic()
+        asked = [one for one in self._routers.values() if stream_id or self._muted.get(one.name, 0.0) <= now]
+        found.unreachable = len(self._routers) - len(asked)
+        await self._all(found, [ask(record) for record in asked])
         return found
 
-    async def ask_workers(self, stream_id: str = "", key: bytes = b"", *, forget: bool = False) -> Found:
-        """What they keep of it; an attempt of it that still runs ends."""
-        request = worker_pb2.TakeOverRequest(stream_id=stream_id, key=key, forget=forget)
+    async def ask_workers(
+        self, stream_id: str = "", key: bytes = b"", *, digest: bytes = b"", forget: bool = False
+    ) -> Found:
+        """What they keep of it; an attempt of it that still runs ends. By ``key``: as for routers."""
+        request = worker_pb2.TakeOverRequest(stream_id=stream_id, key=key, digest=digest, forget=forget)
         found = Found(source="worker")
 
         async def ask(endpoint: str) -> None:

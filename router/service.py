@@ -30,8 +30,8 @@ from twinpool.router.streams import Streams
 from twinpool.router.structured import GrammarCheck, check_together, grammar_of
 from twinpool.router.tally import Tally
 from twinpool.router.tokenize import TokenizeHop, hash_prompt
-from twinpool.router.utf8 import Unparsed, lenient, refuse_unknown_fields
-from twinpool.router.validate import check_length, check_params, check_resumable, check_vocabulary
+from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
+from twinpool.router.validate import Resumable, check_length, check_params, check_resumable, check_vocabulary
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -73,7 +73,7 @@ class InferenceService:
 
     async def Generate(self, request: pb.GenerateRequest | Unparsed, context: Context) -> None:
         """See the protocol."""
-        await self.serve(_parsed(request), Call.of(context))
+        await self.serve(parsed(request), Call.of(context))
 
     async def serve(
         self,
@@ -96,18 +96,18 @@ class InferenceService:
     async def Resume(self, request: pb.ResumeRequest | Unparsed, context: ResumeContext) -> None:
         """See the protocol."""
         parent = tracing.traceparent_of(context.invocation_metadata())
-        await self._streams.resume(_parsed(request), context.write, parent)
+        await self._streams.resume(parsed(request), context.write, parent)
 
     async def Cancel(self, request: pb.CancelRequest | Unparsed, context: Context) -> pb.CancelResponse:
         """See the protocol."""
-        return await self._streams.cancel(_parsed(request))
+        return await self._streams.cancel(parsed(request))
 
     async def Tokenize(self, request: pb.TokenizeRequest | Unparsed, context: Context) -> pb.TokenizeResponse:
         """See the protocol."""
-        parsed = _parsed(request)
-        refuse_unknown_fields(parsed)
-        target = self._models.resolve(parsed.model)
-        tokens, _ = await self._tokenize.prompt(parsed, target.tokenizer, target.group)
+        wanted = parsed(request)
+        refuse_unknown_fields(wanted)
+        target = self._models.resolve(wanted.model)
+        tokens, _ = await self._tokenize.prompt(wanted, target.tokenizer, target.group)
         return pb.TokenizeResponse(
             token_ids=tokens.tolist(), max_context_tokens=target.group.max_context_tokens
         )
@@ -116,7 +116,7 @@ class InferenceService:
         self, request: pb.ListModelsRequest | Unparsed, context: Context
     ) -> pb.ListModelsResponse:
         """See the protocol."""
-        _parsed(request)
+        parsed(request)
         return pb.ListModelsResponse(models=self._models.models())
 
     # --- inside ---------------------------------------------------------------------------
@@ -129,9 +129,23 @@ class InferenceService:
         rendered: Rendered | None,
     ) -> Kept | None:
         """Serves a request, or starts one that can be resumed, or finds the one with its idempotency key."""
+        wanted = check_resumable(request, self._limits)
+        async with self._streams.claim(request, wanted, call.traceparent) as kept:
+            if kept is not None:
+                tally.drop()
+                return kept
+            return await self._start(request, call, tally, rendered, wanted)
+
+    async def _start(
+        self,
+        request: pb.GenerateRequest,
+        call: Call[pb.GenerateResponse],
+        tally: Tally,
+        rendered: Rendered | None,
+        wanted: Resumable | None,
+    ) -> Kept | None:
         if self._draining:
             raise TwinpoolError("DRAINING", "this router is shutting down", retry_after=0.5)
-        wanted = check_resumable(request, self._limits)
         # A client's id is its own: two tenants may use the same one.
         name = (request.tenant, request.request_id)
         if name in self._running:
@@ -247,9 +261,3 @@ def register(servicer: InferenceService, server: grpc.aio.Server) -> None:
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-
-def _parsed(request: Any) -> Any:
-    if isinstance(request, Unparsed):
-        raise request.error()
-    return request

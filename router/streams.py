@@ -2,7 +2,9 @@
 """The calls about answers that can be resumed: what they may say, and which stream reads which answer."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc.aio
 
@@ -37,6 +39,20 @@ class Streams:
         portable = made_portable(prepared, wanted.grace_seconds, key, wanted.digest if key else b"")
         return self._book.begin(portable, tally, on_end)
 
+    @asynccontextmanager
+    async def claim(
+        self, request: pb.GenerateRequest, wanted: Resumable | None, traceparent: str
+    ) -> AsyncIterator[Kept | None]:
+        """The answer of an earlier request with the same idempotency key. None: there is none, and the caller starts it within the
+        context. Raises IDEMPOTENCY_MISMATCH."""
+        if wanted is None or not wanted.key:
+            yield None
+            return
+        key = key_digest(request.tenant, wanted.key)
+        tally = partial(_tally, traceparent)
+        async with self._takeover.claim(key, wanted.digest, request.repeated, tally) as kept:
+            yield kept
+
     async def follow(self, kept: Kept, next_index: Sequence[int], write: Write) -> None:
         """Serves one stream of an answer. A client that leaves ends the stream alone."""
         try:
@@ -61,17 +77,21 @@ class Streams:
             )
         ticket = self._seal.open(request.token, request.tenant)
 
-        def tally() -> Tally:
-            return Tally(tracing.start("resume", traceparent), Deadline())
-
         async def write_response(event: pb.GenerateResponse) -> None:
             await write(pb.ResumeResponse(response=event))
 
-        kept = await self._takeover.resume(ticket.stream_id, request.next_index, tally)
+        kept = await self._takeover.resume(ticket.stream_id, request.next_index, partial(_tally, traceparent))
         await self.follow(kept, request.next_index, write_response)
 
     async def cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
         """See the protocol."""
         refuse_unknown_fields(request)
-        ticket = self._seal.open(request.token, request.tenant)
-        return pb.CancelResponse(found=await self._takeover.cancel(ticket.stream_id))
+        key, stream_id = key_digest(request.tenant, request.idempotency_key), ""
+        if request.token or not key:
+            stream_id = self._seal.open(request.token, request.tenant).stream_id
+        return pb.CancelResponse(found=await self._takeover.cancel(stream_id, key))
+
+
+def _tally(traceparent: str) -> Tally:
+    """Counts an answer that comes here from elsewhere."""
+    return Tally(tracing.start("resume", traceparent), Deadline())

@@ -132,3 +132,10 @@ def _invalid_text(raw: bytes, descriptor: Any, path: str, depth: int) -> str | N
             if found is not None:
                 return found
     return None
+
+
+def parsed(request: Any) -> Any:
+    """The message, if it could be parsed. Raises what says why it could not."""
+    if isinstance(request, Unparsed):
+        raise request.error()
+    return request

@@ -136,6 +136,7 @@ def check_resumable(request: inference.GenerateRequest, limits: RouterSection) -
     asked = inference.GenerateRequest()
     asked.CopyFrom(request)
     asked.ClearField("resume_grace")
+    asked.ClearField("repeated")
     return Resumable(grace, key, hashlib.sha256(asked.SerializeToString(deterministic=True)).digest())
 
 

@@ -176,7 +176,7 @@ class ClusterClient:
                     failures = 1 if answer.tokens > before else failures + 1
                     await self._after(error, endpoint, answer, failures, deadline)
         finally:
-            if answer.token and not answer.finished:
+            if answer.message.repeated and not answer.finished:
                 await self._cancel(endpoint, answer)
 
     # --- one call -------------------------------------------------------------------------
@@ -243,7 +243,9 @@ class ClusterClient:
                 token=answer.token, next_index=answer.next_index, tenant=answer.message.tenant
             )
             return stub.Resume(request, timeout=left, metadata=metadata)
-        return stub.Generate(answer.message, timeout=left, metadata=metadata)
+        call = stub.Generate(answer.message, timeout=left, metadata=metadata)
+        answer.message.repeated = True
+        return call
 
     def _stub(self, endpoint: str) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         if endpoint not in self._channels:
@@ -276,7 +278,10 @@ class ClusterClient:
 
     async def _cancel(self, endpoint: str, answer: _Answer) -> None:
         """The caller has left, or has given up. Without an answer to this, the grace ends it."""
-        request = pb.CancelRequest(token=answer.token, tenant=answer.message.tenant)
+        message = answer.message
+        request = pb.CancelRequest(
+            token=answer.token, tenant=message.tenant, idempotency_key=message.idempotency_key
+        )
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             await self._stub(endpoint).Cancel(request, timeout=_CANCEL_SECONDS)
 

@@ -41,11 +41,19 @@ class FakeKept:
             return False
         return portable.stream_id == request.stream_id if request.stream_id else portable.key == request.key
 
+    def differs(self, request: pb.TakeOverRequest, job: Job) -> bool:
+        """Whether it is another request with the same key."""
+        portable = job.portable
+        asked = not request.stream_id and not request.forget
+        return asked and portable is not None and portable.digest != request.digest
+
     def answer(self, request: pb.TakeOverRequest) -> pb.TakeOverResponse:
         self.asked.append(request)
         for stream, state in list(self.states.items()):
             if stream == request.stream_id or (not request.stream_id and state.request.key == request.key):
                 if request.forget:
                     del self.states[stream]
+                elif not request.stream_id and state.request.digest != request.digest:
+                    return pb.TakeOverResponse(state=PortableState(request=state.request))
                 return pb.TakeOverResponse(state=state)
         return pb.TakeOverResponse()

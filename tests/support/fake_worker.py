@@ -19,6 +19,7 @@ from tests.support.fake_kept import FakeKept
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.v1 import control_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.v1.resume_pb2 import PortableState
 
 __all__ = ["FIRST_TOKEN", "AttemptKey", "Fabric", "FakeWorker", "Job", "Script", "counting_token"]
 
@@ -186,6 +187,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.TakeOverResponse:
         for session in self.sessions:
             for job in [job for job in session.jobs.values() if self.kept.means(request, job)]:
+                if self.kept.differs(request, job):
+                    return pb.TakeOverResponse(state=PortableState(request=job.portable))
                 self.kept.keep(job)
                 self._fail(session, job, pb.FAILURE_REASON_TAKEN_OVER)
         return self.kept.answer(request)

@@ -464,6 +464,7 @@ class GenerateRequest(_message.Message):
     RESUME_GRACE_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     STRUCTURED_FIELD_NUMBER: _builtins.int
+    REPEATED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's served name. Empty: the only model of the cluster."""
     text: _builtins.str
@@ -487,6 +488,10 @@ class GenerateRequest(_message.Message):
     idempotency_key: _builtins.str
     """At most 128 characters. Another request of the tenant with this key, while the answer is made or kept, attaches to it
     instead of running again. Implies a resume grace.
+    """
+    repeated: _builtins.bool
+    """The client has sent this request before, under its idempotency key, and does not know what became of it. Workers are
+    asked as well then, in case that its router is lost.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -533,10 +538,11 @@ class GenerateRequest(_message.Message):
         resume_grace: _duration_pb2.Duration | None = ...,
         idempotency_key: _builtins.str = ...,
         structured: Global___StructuredOutput | None = ...,
+        repeated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "repeated", b"repeated", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -693,19 +699,23 @@ class CancelRequest(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
-    """The last token that GenerateStarted returned."""
+    """The last token that GenerateStarted returned; empty: the answer is named by its idempotency key."""
     tenant: _builtins.str
     """The tenant of the request."""
+    idempotency_key: _builtins.str
+    """The idempotency key of the request, where no token has come yet."""
     def __init__(
         self,
         *,
         token: _builtins.bytes = ...,
         tenant: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "tenant", b"tenant", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -798,6 +798,7 @@ class HandOverRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
     ASKER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream; empty: it is asked for by key."""
     key: _builtins.bytes
@@ -806,6 +807,8 @@ class HandOverRequest(_message.Message):
     """End it and forget it: the client has cancelled."""
     asker: _builtins.str
     """The router that asks."""
+    digest: _builtins.bytes
+    """With a key: digest of the request. An answer of another request is not handed over."""
     def __init__(
         self,
         *,
@@ -813,10 +816,11 @@ class HandOverRequest(_message.Message):
         key: _builtins.bytes = ...,
         forget: _builtins.bool = ...,
         asker: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "digest", b"digest", "forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

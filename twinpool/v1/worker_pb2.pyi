@@ -1100,22 +1100,26 @@ class TakeOverRequest(_message.Message):
     STREAM_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream; empty: it is asked for by key."""
     key: _builtins.bytes
     """Digest of tenant and idempotency key."""
     forget: _builtins.bool
     """End it and forget it: the client has cancelled."""
+    digest: _builtins.bytes
+    """With a key: digest of the request. Of an answer of another request only `state.request` is told, and it does not end."""
     def __init__(
         self,
         *,
         stream_id: _builtins.str = ...,
         key: _builtins.bytes = ...,
         forget: _builtins.bool = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

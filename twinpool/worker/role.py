@@ -41,9 +41,10 @@ class RoleHandler(Protocol):
         """The router is gone: all that it started ends, and nobody is told."""
         ...
 
-    def take_over(self, stream_id: str, key: bytes, forget: bool) -> PortableState | None:
+    def take_over(self, stream_id: str, key: bytes, digest: bytes, forget: bool) -> PortableState | None:
         """Another router goes on with an answer: what is known of it. An attempt of it that runs here ends. ``forget``: it is
-        over, and nothing of it is kept."""
+        over, and nothing of it is kept. By ``key``, where ``stream_id`` is empty: nothing ends and only the request is told if
+        its digest is another one."""
         ...
 
     # steps

@@ -126,7 +126,7 @@ class RoleBase(ABC, Generic[A, W]):
         for attempt in self._attempts.of_session(session):
             self._end(attempt, None, pb.FAILURE_REASON_PEER_LOST, "the router's session ended")
 
-    def take_over(self, stream_id: str, key: bytes, forget: bool) -> PortableState | None:
+    def take_over(self, stream_id: str, key: bytes, digest: bytes, forget: bool) -> PortableState | None:
         """See RoleHandler. Nothing to tell for a role that draws no more than first tokens."""
         return None
 

@@ -135,7 +135,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def TakeOver(self, request: pb.TakeOverRequest, context: Context) -> pb.TakeOverResponse:
         """See the protocol. Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
         role = self._loop.role
-        take_over = partial(role.take_over, request.stream_id, request.key, request.forget)
+        take_over = partial(role.take_over, request.stream_id, request.key, request.digest, request.forget)
         try:
             return pb.TakeOverResponse(state=await outcome(self._loop.call(take_over)))
         except LoopEndedError:
