@@ -82,11 +82,6 @@ class Router:
         takeover = TakeOver(self.kept, self.others, self.models)
         streams = Streams(self.kept, takeover, self.seal, config.router)
         self.service = InferenceService(config, hops, self.models, self.tokenize, answers, streams)
-        self.chats = ChatService(self.service, self.models, self.tokenize, config.router.call_format)
-        self.http_endpoint = ""
-        self._http: HttpServer | None = None
-        if config.router.http_port >= 0:
-            self._http = HttpServer(config, RouterBackend(self.service, self.chats, self.models))
         self.inspection = RouterPeer(
             self.kept,
             takeover.claimed,
