@@ -14,12 +14,17 @@ from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.answers import AnswerMaker
 from twinpool.router.background import Background
+from twinpool.router.chat.service import SERVICE as CHAT_SERVICE
+from twinpool.router.chat.service import ChatService
+from twinpool.router.chat.service import register as register_chat
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
 from twinpool.router.kept import KeptBook
 from twinpool.router.locality import Locality
 from twinpool.router.migrate import Migration
 from twinpool.router.models import ModelTable
+from twinpool.router.openai.backend import RouterBackend
+from twinpool.router.openai.server import HttpServer
 from twinpool.router.others import OtherRouters
 from twinpool.router.peer import RouterPeer
 from twinpool.router.placement import Fleet
@@ -82,18 +87,11 @@ class Router:
         takeover = TakeOver(self.kept, self.others, self.models)
         streams = Streams(self.kept, takeover, self.seal, config.router)
         self.service = InferenceService(config, hops, self.models, self.tokenize, answers, streams)
-        self.inspection = RouterPeer(
-            self.kept,
-            takeover.claimed,
-            name,
-            self.incarnation,
-            self.fleet,
-            self.locality,
-            self.models,
-            self.tokenize,
-            self.traces,
-            max_message_bytes=config.router.max_message_bytes,
-        )
+        self.chats = ChatService(self.service, self.models, self.tokenize, config.router.call_format)
+        self.http_endpoint = ""
+        http = RouterBackend(self.service, self.chats, self.models)
+        self._http = HttpServer(config, http) if config.router.http_port >= 0 else None
+        self.inspection = self._peer(takeover)
         self._server = Server(
             config.rpc,
             config.tls,
@@ -102,16 +100,36 @@ class Router:
         )
         self._housekeeper: asyncio.Task[None] | None = None
 
+    def _peer(self, takeover: TakeOver) -> RouterPeer:
+        return RouterPeer(
+            self.kept,
+            takeover.claimed,
+            self.name,
+            self.incarnation,
+            self.fleet,
+            self.locality,
+            self.models,
+            self.tokenize,
+            self.traces,
+            max_message_bytes=self.config.router.max_message_bytes,
+        )
+
     async def start(self) -> str:
         """Binds and serves; returns host:port. Raises PORT_UNAVAILABLE."""
         self._server.add(SERVICE, register, self.service)
+        self._server.add(CHAT_SERVICE, register_chat, self.chats)
         self._server.add(ROUTER_SERVICE, router_pb2_grpc.add_RouterServiceServicer_to_server, self.inspection)
         port = self._server.bind(self.config.router.host, self.config.router.port)
         self.locality.start()
         await self._server.start()
         host = self.config.router.host
         # What others dial: an address that stands for all of this host's own is none to dial.
-        self.endpoint = join_address(socket.gethostname() if host in _ANY_ADDRESS else host, port)
+        dialled = socket.gethostname() if host in _ANY_ADDRESS else host
+        self.endpoint = join_address(dialled, port)
+        if self._http is not None:
+            self.http_endpoint = join_address(
+                dialled, await self._http.start(host, self.config.router.http_port)
+            )
         self._housekeeper = asyncio.get_running_loop().create_task(self._keep_house())
         return self.endpoint
 
@@ -126,7 +144,8 @@ class Router:
         if self.others.alive:
             # Their clients go on there at once, instead of being cut off at the end of the grace.
             self.kept.send_away()
-        await self._server.stop(grace_seconds)
+        # Side by side: each waits for its own calls.
+        await asyncio.gather(self._server.stop(grace_seconds), self._stop_http())
         if self._housekeeper is not None:
             self._housekeeper.cancel()
         await self.kept.close()
@@ -136,6 +155,10 @@ class Router:
         await asyncio.to_thread(self.locality.close)
         self.models.close()
         self.tokenize.close()
+
+    async def _stop_http(self) -> None:
+        if self._http is not None:
+            await self._http.stop()
 
     def on_member(self, event: MemberEvent[control_pb2.WorkerRecord]) -> None:
         """A worker came, changed or went."""
@@ -153,6 +176,8 @@ class Router:
                 self.locality.watch()
                 self.tokenize.show()
                 self.kept.show()
+                if self._http is not None:
+                    self._http.refresh_tls()
                 self._show_counts()
                 await self._show_health()
             except Exception as error:
@@ -167,5 +192,6 @@ class Router:
         metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
 
     async def _show_health(self) -> None:
-        await self._server.set_serving(self.models.servable, SERVICE)
+        for service in (SERVICE, CHAT_SERVICE):
+            await self._server.set_serving(self.models.servable, service)
         await self._server.set_serving(True, ROUTER_SERVICE)

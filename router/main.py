@@ -51,14 +51,7 @@ async def _run(config: TwinpoolConfig) -> int:
         metrics_endpoint = join_address(config.metrics.host, port)
     store = await asyncio.to_thread(connect_store, config.cluster)
     router = Router(config, name)
-    watch = WorkerWatch(
-        store,
-        config.cluster.name,
-        pool=config.router.pool,
-        on_event=router.on_member,
-        is_alive=router.fleet.reachable,
-        grace_seconds=config.cluster.lease_ttl_seconds + REGISTER_SECONDS,
-    )
+    watch = _worker_watch(config, store, router)
     segments = SegmentView(store, config.cluster.name, router.locality.segments_changed)
     routers = RouterWatch(store, config.cluster.name, on_event=router.others.on_member)
     registration: Registration | None = None
@@ -82,7 +75,7 @@ async def _run(config: TwinpoolConfig) -> int:
             ttl_seconds=config.cluster.lease_ttl_seconds,
         )
         await registration.start()
-        log.info("router_serving", endpoint=endpoint, metrics=metrics_endpoint, pid=os.getpid())
+        log.info("router_serving", endpoint=endpoint, http=router.http_endpoint, metrics=metrics_endpoint)
         ready = asyncio.create_task(_serve_when_synced(router, watch))
         await stopping.wait()
         ready.cancel()
@@ -101,6 +94,17 @@ async def _run(config: TwinpoolConfig) -> int:
         await asyncio.to_thread(tracing.shutdown)
         await asyncio.to_thread(store.close)
         log.info("router_stopped")
+
+
+def _worker_watch(config: TwinpoolConfig, store: Store, router: Router) -> WorkerWatch:
+    return WorkerWatch(
+        store,
+        config.cluster.name,
+        pool=config.router.pool,
+        on_event=router.on_member,
+        is_alive=router.fleet.reachable,
+        grace_seconds=config.cluster.lease_ttl_seconds + REGISTER_SECONDS,
+    )
 
 
 async def _use_cluster_key(router: Router, store: Store) -> None:
@@ -130,4 +134,5 @@ def _record(router: Router, metrics_endpoint: str) -> control_pb2.RouterRecord:
         metrics_endpoint=metrics_endpoint,
         pid=os.getpid(),
         started_at=started,
+        http_endpoint=router.http_endpoint,
     )

@@ -21,7 +21,7 @@ MAX_CHECKED: Final = 1024
 """Grammars that are known to be good, the last ones used."""
 
 # White space that is left open would let a model write it for ever. This is how JSON stands in what models were trained on.
-_JSON_STYLE: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _MAX_SHOWN_CHARS: Final = 300
 
@@ -52,7 +52,7 @@ def json_grammar(schema: str, field: str) -> str:
         value = None
     if not isinstance(value, dict):
         raise _refusal(field, "is not a JSON object")
-    return LLMatcher.grammar_from_json_schema(value, overrides=_JSON_STYLE)
+    return LLMatcher.grammar_from_json_schema(value, overrides=JSON_STYLE)
 
 
 class GrammarCheck:

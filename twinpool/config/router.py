@@ -83,6 +83,18 @@ class RouterSection(Section):
     max_chat_messages: int = Field(
         default=4096, ge=1, le=1 << 20, description="Most turns of a conversation."
     )
+    call_format: str = Field(
+        default="",
+        max_length=64,
+        description="How the models write calls of tools: hermes, deepseek, llama3_json, mistral, or a plug-in's name; empty: as "
+        "their chat templates show.",
+    )
+    http_port: int = Field(
+        default=-1,
+        ge=-1,
+        le=65535,
+        description="Port of the OpenAI-compatible HTTP API; 0: a free one; -1: there is none.",
+    )
     max_grammar_bytes: int = Field(
         default=256 * 1024, ge=1, le=1 << 26, description="Largest grammar of an answer's form, in bytes."
     )
@@ -145,7 +157,8 @@ class RouterSection(Section):
         description="Refuse a request at once where a role has no worker at all, instead of waiting for one.",
     )
     early_rejection: bool = Field(
-        default=True, description="Refuse a request whose deadline cannot be met by what was measured."
+        default=True,
+        description="Refuse a request whose answer of the usual length would not end before its deadline, by what was measured.",
     )
     preemption: bool = Field(
         default=False,

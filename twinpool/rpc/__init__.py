@@ -6,10 +6,12 @@ from twinpool.rpc.deadline import Deadline
 from twinpool.rpc.options import client_options, join_address, server_options
 from twinpool.rpc.run import run, stop_event
 from twinpool.rpc.server import LIVE, Server
+from twinpool.rpc.tls import HttpsContext
 
 __all__ = [
     "LIVE",
     "Deadline",
+    "HttpsContext",
     "Server",
     "channel",
     "client_options",

@@ -96,3 +96,25 @@ class _Files:
             # The inode tells an atomic replacement within one clock tick.
             stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
         return tuple(stamps)
+
+
+class HttpsContext:
+    """The server side of TLS for HTTP, as ``server_credentials`` is for gRPC: clients show a certificate, files are followed."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        """Raises ConfigError if a file is missing or the pair does not match."""
+        self._tls = tls
+        self._files = _Files(tls)
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.verify_mode = ssl.CERT_REQUIRED
+        self._files.load()
+        self._use()
+
+    def refresh(self) -> None:
+        """Takes renewed files, for connections from now on. To be called now and then."""
+        if self._files.fetch() is not None:
+            self._use()
+
+    def _use(self) -> None:
+        self.context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
+        self.context.load_verify_locations(self._tls.ca_file)

@@ -60,6 +60,13 @@ class DetokenizerFactory:
             data = self._bytes[token_id] = b"" if token in self._special else token_bytes(token)
         return data
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to a text by itself; nothing for a special one. Raises UnknownTokenError."""
+        if self._byte_level:
+            return self.plain_bytes(token_id)
+        stream = self.create()
+        return (stream.push((token_id,)) + stream.flush()).encode()
+
     @property
     def byte_level(self) -> bool:
         """True if the decoder is byte-level alone, which has a shorter way."""

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from twinpool.text.boundaries import Boundaries
-from twinpool.text.chat import Chat
+from twinpool.text.chat_style import ChatStyle
 from twinpool.text.chat_template import Message
 from twinpool.text.detokenizer import Detokenizer, DetokenizerFactory
 from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
@@ -52,7 +52,7 @@ class Tokenizer:
         """Use :meth:`from_pretrained`. ``chat_templates`` by name: "default" and perhaps "tool_use"."""
         self._backend = backend
         self._special_tokens = dict(special_tokens)
-        self._templates = {name: Chat.of(text, special_tokens) for name, text in chat_templates.items()}
+        self._templates = {name: ChatStyle.of(text, special_tokens) for name, text in chat_templates.items()}
         self._eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._detokenizers = DetokenizerFactory(backend)
         self._fast: FastEncoder | None = None
@@ -153,7 +153,7 @@ class Tokenizer:
         # The template writes special tokens itself: adding them again would double the first one.
         return self.encode(text, add_special_tokens=False)
 
-    def chat(self, with_tools: bool = False) -> Chat:
+    def chat(self, with_tools: bool = False) -> ChatStyle:
         """How the model wants conversations to look. Raises ChatTemplateError if it has no template."""
         template = self._templates.get("tool_use") if with_tools else None
         template = template or self._templates.get("default")
@@ -171,6 +171,10 @@ class Tokenizer:
         """The whole text of ``token_ids``. Raises UnknownTokenError."""
         stream = self.detokenizer(skip_special_tokens=skip_special_tokens, keep=keep)
         return stream.push(token_ids) + stream.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text by itself; nothing for a special one. Raises UnknownTokenError."""
+        return self._detokenizers.bytes_of(token_id)
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, keep: Collection[str] = frozenset()

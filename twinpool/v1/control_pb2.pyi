@@ -223,6 +223,7 @@ class RouterRecord(_message.Message):
     METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
+    HTTP_ENDPOINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -233,6 +234,8 @@ class RouterRecord(_message.Message):
     """Where its metrics listen: host:port; empty if nowhere."""
     pid: _builtins.int
     """Process id, for local clusters."""
+    http_endpoint: _builtins.str
+    """Where its OpenAI-compatible HTTP API listens: host:port; empty if nowhere."""
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp:
         """When this incarnation started."""
@@ -246,10 +249,11 @@ class RouterRecord(_message.Message):
         metrics_endpoint: _builtins.str = ...,
         pid: _builtins.int = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
+        http_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "pid", b"pid", "started_at", b"started_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "http_endpoint", b"http_endpoint", "incarnation", b"incarnation", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "pid", b"pid", "started_at", b"started_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

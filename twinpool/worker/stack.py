@@ -151,7 +151,7 @@ def build_stack(
         host = HostPool(pool, kv.host_blocks) if kv.host_blocks else None
     except MemoryError as error:
         raise ConfigError(f"kv.host_blocks: {error}", key="kv.host_blocks") from None
-    grammars = _grammars(config.model.path, facts.model.vocab_size)
+    grammars = _grammars(config, facts)
     runner = ModelRunner(model, pool, host=host, grammars=grammars, threads=config.worker.threads)
     calibration = _prepare(runner, config, cancelled)
     blocks = BlockManager(kv.num_blocks, kv.block_tokens, pool.generations)
@@ -163,8 +163,7 @@ def build_stack(
         max_overtaken=steps.max_overtaken,
         host_blocks=kv.host_blocks,
     )
-    seconds = time.monotonic() - started
-    metrics.WORKER_MODEL_LOAD_TIME.set(seconds)
+    metrics.WORKER_MODEL_LOAD_TIME.set(seconds := time.monotonic() - started)
     log.info("model_loaded", family=facts.model.family, seconds=round(seconds, 2), pool_bytes=pool.nbytes)
     return EngineStack(
         fingerprint=facts.fingerprint,
@@ -185,11 +184,12 @@ def build_stack(
     )
 
 
-def _grammars(path: str, vocab_size: int) -> Grammars | None:
+def _grammars(config: TwinpoolConfig, facts: Facts) -> Grammars | None:
     """Reads the tokenizer for answers that must follow a grammar: it takes a second, which no request is to wait for."""
     try:
-        tokenizer = Tokenizer.from_pretrained(path)
-        grammars = Grammars(tokenizer.to_json, vocab_size=vocab_size, end_ids=tokenizer.eos_token_ids)
+        tokenizer = Tokenizer.from_pretrained(config.model.path)
+        end_ids = tokenizer.eos_token_ids
+        grammars = Grammars(tokenizer.to_json, vocab_size=facts.model.vocab_size, end_ids=end_ids)
         grammars.prepare()
     except (TokenizerLoadError, ValueError) as error:
         log.warning("no_grammars", error=str(error))

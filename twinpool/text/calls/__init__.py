@@ -4,7 +4,7 @@
 from twinpool.text.calls.events import CallArguments, CallEnded, CallStarted, Content, Event, Reasoning
 from twinpool.text.calls.formats import Format
 from twinpool.text.calls.parser import THINK_BEGIN, THINK_END, AnswerParser, Thinking
-from twinpool.text.calls.registry import find_format, format_of_template
+from twinpool.text.calls.registry import find_format, format_of_template, formats
 
 __all__ = [
     "THINK_BEGIN",
@@ -20,4 +20,5 @@ __all__ = [
     "Thinking",
     "find_format",
     "format_of_template",
+    "formats",
 ]

@@ -39,6 +39,10 @@ class Format:
     """How an answer begins that is a call, up to the tool's name."""
     after_name: str = ""
     """What follows the name, up to the arguments."""
+    before_arguments: str = ""
+    """What stands between that and the arguments: it begins a token, so it is not part of a prompt's end."""
+    after_arguments: str = ""
+    """What makes the call complete behind its arguments."""
     end: str = ""
     """What ends a call and nothing else; "": nothing does."""
     id_chars: int = 24
@@ -163,6 +167,8 @@ HERMES: Final = Format(
     inner=("</tool_call>",),
     before_name='<tool_call>\n{"name": "',
     after_name='", "arguments":',
+    before_arguments=" ",
+    after_arguments="}",
     end="</tool_call>",
 )
 LLAMA3: Final = Format(
@@ -172,6 +178,8 @@ LLAMA3: Final = Format(
     at_start="{",
     before_name='{"name": "',
     after_name='", "parameters":',
+    before_arguments=" ",
+    after_arguments="}",
 )
 MISTRAL: Final = Format(
     "mistral",
@@ -180,6 +188,8 @@ MISTRAL: Final = Format(
     inner=("[ARGS]", "[CALL_ID]"),
     before_name='[TOOL_CALLS][{"name": "',
     after_name='", "arguments":',
+    before_arguments=" ",
+    after_arguments="}]",
     # Their templates refuse ids of any other length.
     id_chars=9,
 )

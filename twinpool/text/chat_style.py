@@ -11,7 +11,7 @@ from twinpool.text.chat_template import ChatTemplate, Message
 from twinpool.text.errors import ChatTemplateError
 
 
-class Chat:
+class ChatStyle:
     """One chat template and what is known of it."""
 
     def __init__(self, template: ChatTemplate, *, calls: Format | None, thinks: bool) -> None:
@@ -21,7 +21,7 @@ class Chat:
         self._thinks = thinks
 
     @classmethod
-    def of(cls, source: str, special_tokens: Mapping[str, str]) -> "Chat":
+    def of(cls, source: str, special_tokens: Mapping[str, str]) -> "ChatStyle":
         """Raises TokenizerLoadError if ``source`` is not a valid template."""
         template = ChatTemplate(source, special_tokens)
         return cls(template, calls=format_of_template(source), thinks=THINK_END in source)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server of a router.
+
+A handler is cancelled when its client goes, like a gRPC call. An answer that is streamed has its status only once its first
+event is there, so that what is refused before is refused with the status of its reason.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol, TypeVar
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ValidationError
+
+from twinpool.config import TwinpoolConfig
+from twinpool.errors import TwinpoolError, as_twinpool_error
+from twinpool.logs import get_logger
+from twinpool.router.openai.chats import ChatCompletion
+from twinpool.router.openai.completions import Completion
+from twinpool.router.openai.errors import body_of, headers_of, parse_object, refusal, status_of
+from twinpool.router.openai.fields import Body
+from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
+from twinpool.router.openai.texts import TextShape
+from twinpool.rpc import HttpsContext
+from twinpool.v1 import chat_pb2 as chat
+from twinpool.v1 import inference_pb2 as pb
+
+log = get_logger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+_DONE: Final = b"data: [DONE]\n\n"
+
+
+class Backend(Protocol):
+    """What the server needs of a router."""
+
+    async def chat(
+        self,
+        request: chat.ChatRequest,
+        write: Callable[[chat.ChatResponse], Awaitable[None]],
+        traceparent: str,
+    ) -> None:
+        """Serves a chat."""
+
+    async def generate(
+        self,
+        request: pb.GenerateRequest,
+        write: Callable[[pb.GenerateResponse], Awaitable[None]],
+        traceparent: str,
+    ) -> None:
+        """Serves a prompt."""
+
+    def models(self) -> list[pb.Model]:
+        """The models that are served."""
+
+    def token_bytes(self, model: str) -> TokenBytes:
+        """What tokens of a model add to the text. Raises MODEL_NOT_FOUND."""
+
+    def live(self) -> bool:
+        """Whether the process does its work."""
+
+    def ready(self) -> bool:
+        """Whether requests are welcome."""
+
+
+class HttpServer:
+    """Serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``, ``/live`` and ``/metrics``."""
+
+    def __init__(self, config: TwinpoolConfig, backend: Backend) -> None:
+        """Raises ConfigError for TLS files that do not fit."""
+        self._config = config.router
+        self._backend = backend
+        self._tls = HttpsContext(config.tls) if config.tls.enabled else None
+        app = web.Application(
+            client_max_size=config.router.max_message_bytes, middlewares=[web.middleware(_errors)]
+        )
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._complete),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/live", self._live),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=config.router.drain_timeout_seconds,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens; returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE."""
+        await self._runner.setup()
+        context = self._tls.context if self._tls is not None else None
+        site = web.TCPSite(self._runner, host, port, ssl_context=context, reuse_port=self._config.reuse_port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise TwinpoolError("PORT_UNAVAILABLE", f"cannot listen on {host}:{port}: {error}") from error
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def stop(self) -> None:
+        """Takes no more connections, lets running requests end for ``router.drain_timeout_seconds`` and cancels what is left."""
+        await self._runner.cleanup()
+
+    def refresh_tls(self) -> None:
+        """Takes renewed TLS files."""
+        if self._tls is not None:
+            self._tls.refresh()
+
+    # --- calls ----------------------------------------------------------------------------
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, ChatCompletion)
+        asked = body.request()
+        n = asked.request.n
+        logprobs = asked.request.HasField("logprobs")
+        shape = ChatShape(self._backend.token_bytes(body.model), logprobs=logprobs)
+        parent = request.headers.get("traceparent", "")
+        if not body.stream:
+
+            async def gather(event: chat.ChatResponse) -> None:
+                shape.add(event, n)
+
+            await self._backend.chat(asked, gather, parent)
+            return _json(shape.whole())
+        out = EventStream(request)
+
+        async def send(event: chat.ChatResponse) -> None:
+            await out.send(shape.chunks(event, n))
+
+        return await out.run(
+            self._backend.chat(asked, send, parent), shape.usage_chunk if body.wants_usage else None
+        )
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, Completion)
+        asked = body.requests()
+        prompts = [one.text if body.echo else "" for one in asked]
+        token_bytes = self._backend.token_bytes(body.model)
+        shape = TextShape(prompts, asked[0].n, token_bytes, logprobs=body.logprobs is not None)
+        out = EventStream(request) if body.stream else None
+        parent = request.headers.get("traceparent", "")
+
+        async def one(number: int) -> None:
+            async def take(event: pb.GenerateResponse) -> None:
+                if out is None:
+                    shape.add(number, event)
+                else:
+                    await out.send(shape.chunks(number, event))
+
+            await self._backend.generate(asked[number], take, parent)
+
+        if out is not None:
+            return await out.run(_all(one, len(asked)), shape.usage_chunk if body.wants_usage else None)
+        await _all(one, len(asked))
+        return _json(shape.whole())
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [_model(model) for model in self._backend.models()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        for model in self._backend.models():
+            if model.name == name:
+                return _json(_model(model))
+        raise TwinpoolError(
+            "MODEL_NOT_FOUND", f"model is {name[:64]!r}; no such model is served", field="model"
+        )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._backend.ready() else 503)
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._backend.live() else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class EventStream:
+    """Server-sent events."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+        # Several prompts of one request write to it, and must not begin it twice.
+        self._lock = asyncio.Lock()
+
+    async def send(self, chunks: list[Json]) -> None:
+        """Sends each chunk as one event."""
+        data = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+        async with self._lock:
+            if self._response is None:
+                headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+                response = web.StreamResponse(headers=headers)
+                await response.prepare(self._request)
+                self._response = response
+            if data:
+                await self._response.write(data)
+
+    async def run(self, answer: Awaitable[None], last: Callable[[], Json] | None) -> web.StreamResponse:
+        """Sends a whole answer. An error before its first event is raised; a later one is the last event."""
+        try:
+            await answer
+            await self.send([last()] if last is not None else [])
+            ending = _DONE
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if self._response is None:
+                raise
+            ending = b"data: " + json.dumps(body_of(as_twinpool_error(error))).encode() + b"\n\n"
+        assert self._response is not None
+        await self._response.write(ending)
+        await self._response.write_eof()
+        return self._response
+
+
+async def _all(one: Callable[[int], Awaitable[None]], count: int) -> None:
+    """Runs all of them; the first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(_task(one(number)))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _task(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _body(request: web.Request, kind: type[B]) -> B:
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise TwinpoolError(
+            "MESSAGE_TOO_LARGE", f"the body is too large; the limit is {request.client_max_size} bytes"
+        ) from error
+    try:
+        return kind.model_validate(parse_object(raw))
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        message = {"message": error.reason, "type": "invalid_request_error", "param": None, "code": None}
+        return _json({"error": message}, error.status)
+    except ConnectionError as error:
+        # The client has gone while something was written to it.
+        raise asyncio.CancelledError from error
+    except Exception as error:
+        known = as_twinpool_error(error)
+        if known.reason == "INTERNAL":
+            log.error("http_request_failed", path=request.path, error=type(error).__name__)
+        response = _json(body_of(known), status_of(known))
+        response.headers.update(headers_of(known))
+        return response
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+
+
+def _model(model: pb.Model) -> Json:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "twinpool",
+        "max_model_len": model.max_context_tokens,
+    }
