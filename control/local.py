@@ -51,6 +51,7 @@ class LocalCluster:
         self._routers: list[subprocess.Popen[bytes]] = []
         self._control: ControlServer | None = None
         self.router_endpoints: list[str] = []
+        self.http_endpoints: list[str] = []
 
     @property
     def store_endpoint(self) -> str:
@@ -124,6 +125,7 @@ class LocalCluster:
             self._view.wait_routers(pools.routers, pools.start_timeout_seconds, self._check_routers), stopping
         )
         self.router_endpoints = [record.endpoint for record in records]
+        self.http_endpoints = [record.http_endpoint for record in records if record.http_endpoint]
         for endpoint in self.router_endpoints:
             await _unless(self._wait_serving(endpoint), stopping)
         self._control = ControlServer(self.config, self._view)

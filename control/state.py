@@ -31,6 +31,7 @@ class LocalState:
     store_endpoint: str
     control_endpoint: str
     router_endpoints: list[str] = field(default_factory=list)
+    http_endpoints: list[str] = field(default_factory=list)
 
     def alive(self) -> bool:
         """Whether the supervising process still runs (a reused pid has another start time)."""

@@ -83,6 +83,7 @@ def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:
         store_endpoint=cluster.store_endpoint,
         control_endpoint=cluster.control_endpoint,
         router_endpoints=cluster.router_endpoints,
+        http_endpoints=cluster.http_endpoints,
     )
 
 

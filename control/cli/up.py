@@ -69,7 +69,10 @@ def up(
         process.send_signal(signal.SIGTERM)
         process.wait()
         raise fail("interrupted; the cluster was stopped") from None
-    err.print(f"[green]up[/]: routers {', '.join(found.router_endpoints)}, control {found.control_endpoint}")
+    http = f", http {', '.join(found.http_endpoints)}" if found.http_endpoints else ""
+    err.print(
+        f"[green]up[/]: routers {', '.join(found.router_endpoints)}{http}, control {found.control_endpoint}"
+    )
     err.print(f'try: twinpool generate --cluster {cluster} --chat "What is the capital of France?"')
 
 
