@@ -47,7 +47,7 @@ void archive_request(A& a, Request& r) {
   archive_state(a, r.state);
   a(r.attempt, r.failures, r.resumes, r.refusals, r.output_tokens, r.delivered, r.avoid, r.queued_at, r.queue_until,
     r.timer_at, r.bypassed, r.blocked_version, r.blocked_until, r.decision, r.placed, r.placed_at, r.computing_since,
-    r.clean_sample, r.charged, r.bucket_tokens);
+    r.predicted_first, r.predicted_token, r.clean_sample, r.charged, r.bucket_tokens);
 }
 
 }  // namespace

@@ -76,15 +76,51 @@ class OutputRatio {
     return std::clamp<std::int64_t>(tokens, std::min<std::int64_t>(16, max_new_tokens), max_new_tokens);
   }
 
+  /// Tokens that an answer with that limit has on average; 0 until that was seen often enough.
+  [[nodiscard]] double usual(std::int64_t max_new_tokens) const noexcept {
+    return samples_ < k_known_samples ? 0.0 : std::min(mean_, 1.0) * static_cast<double>(max_new_tokens);
+  }
+
   template <typename A>
   void archive(A& a) {
     a(mean_, spread_, samples_);
   }
 
  private:
+  static constexpr std::uint64_t k_known_samples = 8;
   double mean_;
   double spread_ = 0.0;
   std::uint64_t samples_ = 0;
+};
+
+/// How many times longer than predicted requests take from their placement on: a fading mean that returns to one while
+/// none ends. A prediction knows what a worker has, and not what it will be given meanwhile.
+class Slip {
+ public:
+  void add(double now, double taken, double predicted) noexcept {
+    if (predicted > 0) {
+      const double known = mean(now);
+      mean_ = known + k_weight * (std::clamp(taken / predicted, 1.0 / k_most, k_most) - known);
+      at_ = now;
+    }
+  }
+  /// At least one: a prediction that was too careful does no harm.
+  [[nodiscard]] double factor(double now) const noexcept { return std::max(1.0, mean(now)); }
+
+  template <typename A>
+  void archive(A& a) {
+    a(mean_, at_);
+  }
+
+ private:
+  static constexpr double k_weight = 0.1;
+  static constexpr double k_most = 4.0;
+  static constexpr double k_span = 10.0;  // seconds
+  [[nodiscard]] double mean(double now) const noexcept {
+    return 1.0 + (mean_ - 1.0) * std::exp(-std::max(0.0, now - at_) / k_span);
+  }
+  double mean_ = 1.0;
+  double at_ = 0.0;
 };
 
 struct Pool {
@@ -95,7 +131,7 @@ struct Pool {
 
   template <typename A>
   void archive(A& a) {
-    a(queue, drained_tokens, ended_requests, output_ratio, retry_at, victims);
+    a(queue, drained_tokens, ended_requests, output_ratio, slip, retry_at, victims);
   }
 
   std::uint32_t id;
@@ -103,6 +139,7 @@ struct Pool {
   Rate drained_tokens;  // prompt tokens that left the queue for workers
   Rate ended_requests;
   OutputRatio output_ratio;
+  Slip slip;
   double retry_at = k_never_retry;  // earliest end of a back-off that something waits for
   /// Requests in Prefilling that may be preempted, lowest priority first, then the one placed last (inverse times and
   /// ids): the order of victims.

@@ -52,6 +52,8 @@ struct Request {
   bool placed = false;  // ever
   double placed_at = 0.0;
   double computing_since = 0.0;  // as far as is known
+  double predicted_first = 0.0;  // seconds from the placement to the first token; 0: not by measurements
+  double predicted_token = 0.0;  // seconds of each further one
   bool clean_sample = false;     // the prefill worker was idle: its time tells its speed
   double charged = 0.0;          // virtual time that the tenant paid
   double bucket_tokens = 0.0;    // taken from the tenant's bucket

@@ -254,6 +254,7 @@ void RouterCore::changed(double now, Request& request, std::size_t before) {
   if (std::holds_alternative<Finished>(request.state) && request.output_tokens > 0) {
     of.output_ratio.add(static_cast<double>(request.output_tokens) / static_cast<double>(asked));
   }
+  note_slip(now, request);
   // What was paid for and not used goes back to the tenant's bucket.
   if (!request.placed) {
     tenants_.give_back(request.tenant, request.bucket_tokens);

@@ -162,6 +162,10 @@ class RouterCore {
   QueuePlace enter_queue(double now, Request& request, bool front);
   double due_without_deadline(double now, const Request& request);
   double drain_seconds(double now, Pool& pool, double tokens) const;
+  /// Of each token behind the first, on that pair; 0 where that is not known.
+  double token_seconds(const Request& request, const placement::Candidate& pair) const;
+  double predicted_seconds(double now, const Request& request, const placement::Candidate& pair) const;
+  void note_slip(double now, const Request& request);
   [[nodiscard]] double clamp_retry(double seconds) const noexcept;
 
   // Plan.

@@ -50,6 +50,7 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
     from.retry_at = Pool::k_never_retry;
     int scanned = 0;
     Request* hopeless = nullptr;
+    double missing = 0.0;  // to its deadline
     std::vector<Request*> passed;
     const std::uint64_t taken = from.queue.next(now, [&](std::uint64_t id) {
       Request& request = requests_.at(id);
@@ -57,12 +58,14 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
         return FairQueue::Verdict::stop;
       }
       if (try_place(now, from, request)) {
-        const double first_token = request.decision.best.terms.first_token();
-        const placement::Worker* worker = workers_.get(request.decision.best.prefill);
-        if (config_.early_rejection == 0 || !worker->prefill.measured() || now + first_token <= request.deadline) {
+        const placement::Candidate& best = request.decision.best;
+        const double needed = predicted_seconds(now, request, best);
+        if (config_.early_rejection == 0 || !workers_.get(best.prefill)->prefill.measured() ||
+            now + needed <= request.deadline) {
           return FairQueue::Verdict::take;
         }
         hopeless = &request;
+        missing = now + needed - request.deadline;
         return FairQueue::Verdict::stop;
       }
       passed.push_back(&request);
@@ -70,7 +73,6 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
       return request.bypassed >= config_.max_bypass ? FairQueue::Verdict::stop : FairQueue::Verdict::skip;
     });
     if (hopeless != nullptr) {
-      const double missing = now + hopeless->decision.best.terms.first_token() - hopeless->deadline;
       transition(now, *hopeless, Reject{Cause::deadline_unreachable});
       end_action(*hopeless, actions, missing);
       continue;
@@ -140,6 +142,8 @@ void RouterCore::place(double now, Pool& from, Request& request, std::vector<Act
   request.placed_at = request.computing_since = now;
   request.clean_sample = !best.local && prefill.queued_prefill_tokens() == 0 && !prefill.observed;
   request.output_tokens = 0;
+  request.predicted_token = request.attempt == 1 ? token_seconds(request, best) : 0.0;
+  request.predicted_first = request.predicted_token > 0 ? best.terms.first_token() + best.terms.transfer : 0.0;
 
   Place event;
   // The blocks of a prompt that the decode worker computes are those that it

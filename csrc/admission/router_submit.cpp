@@ -163,12 +163,17 @@ RouterCore::Refusal RouterCore::check_deadline(double now, const Request& reques
     return {};  // a guess is no reason to refuse
   }
   const double queued = static_cast<double>(to.queue.tokens_ahead(request.priority));
-  const double predicted = drain_seconds(now, to, queued) + scratch_.best.terms.first_token();
-  const double missing = now + predicted - request.deadline;
+  const double wait = drain_seconds(now, to, queued);
+  const double first = wait + scratch_.best.terms.first_token();
+  const double all = wait + predicted_seconds(now, request, scratch_.best);
+  const double missing = now + all - request.deadline;
   if (missing <= 0) {
     return {};
   }
-  return {Cause::deadline_unreachable, limit_text("predicted_ttft_seconds", predicted), clamp_retry(missing)};
+  const bool late = now + first > request.deadline;
+  return {Cause::deadline_unreachable,
+          late ? limit_text("predicted_ttft_seconds", first) : limit_text("predicted_answer_seconds", all),
+          clamp_retry(missing)};
 }
 
 RouterCore::Refusal RouterCore::check_queue(double now, const Request& request, Pool& to) {

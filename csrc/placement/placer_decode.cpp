@@ -104,8 +104,7 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
   }
 
   const double busy = worker.busy_sequences();
-  const double used = std::max(0.0, static_cast<double>(worker.spec.num_blocks) - worker.available_blocks());
-  const double context = used * static_cast<double>(block_tokens);
+  const double context = worker.context_tokens();
   const double choices = static_cast<double>(query.choices);
   const double added = static_cast<double>(query.prompt_tokens) + static_cast<double>(query.output_tokens) / 2.0;
   const double now_step = worker.step.predict(busy, context);

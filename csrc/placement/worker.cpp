@@ -99,6 +99,11 @@ double Worker::available_blocks() const noexcept {
   return std::min(available, static_cast<double>(spec.num_blocks)) - growth;
 }
 
+double Worker::context_tokens() const noexcept {
+  const double used = std::max(0.0, static_cast<double>(spec.num_blocks) - available_blocks());
+  return used * static_cast<double>(spec.block_tokens);
+}
+
 double Worker::busy_sequences() const noexcept {
   if (!report) {
     return static_cast<double>(sequences.total);

@@ -187,6 +187,8 @@ struct Worker {
   [[nodiscard]] double queued_prefill_tokens() const noexcept;
   [[nodiscard]] double available_blocks() const noexcept;
   [[nodiscard]] double busy_sequences() const noexcept;
+  /// Tokens that its sequences attend to.
+  [[nodiscard]] double context_tokens() const noexcept;
 };
 
 }  // namespace twinpool::placement

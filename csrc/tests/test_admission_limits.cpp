@@ -60,6 +60,51 @@ TEST(AdmissionLimits, WhatCannotMeetItsDeadlineIsRefusedAtArrivalAndAtDequeue) {
   EXPECT_EQ(cluster.core.request(late).placed, false);
 }
 
+TEST(AdmissionLimits, ADeadlineIsOfTheWholeAnswer) {
+  AdmissionConfig config;
+  config.max_resumes = 1;
+  Cluster cluster(config);
+  cluster.prefill(1);
+  cluster.decode(1);
+  const auto asked = [&](double deadline) {
+    auto arguments = cluster.request(100, 100);
+    arguments.deadline = deadline;
+    return cluster.submit(arguments);
+  };
+  for (int i = 0; i < 10; ++i) {
+    cluster.core.observe_prefill("p0", 1, 500 + i, 0, (500 + i) * 1e-3);
+    cluster.core.report_load(cluster.now, "d0", 1, {cluster.now, 1U + static_cast<unsigned>(i % 2), 0, 0, 900, 0.1});
+  }
+  EXPECT_TRUE(asked(5.0).accepted) << "how long answers are was not seen yet";
+  for (int i = 0; i < 10; ++i) {
+    const auto id = cluster.accept(cluster.request(100, 100));
+    cluster.plan();
+    for (const char* name : {"decode_reserved", "prefill_started", "first_token", "delivered", "handoff_done"}) {
+      EXPECT_TRUE(cluster.event(id, name).applied) << name;
+    }
+    EXPECT_TRUE(cluster.event(id, "token", "100").applied);
+    EXPECT_TRUE(cluster.event(id, "finished").terminal);
+  }
+  const Submission refused = asked(5.0);  // the first token comes after 0.1 s, the other 99 take 0.1 each
+  EXPECT_EQ(refused.reason, Cause::deadline_unreachable);
+  EXPECT_NE(refused.limit.find("predicted_answer_seconds="), std::string::npos) << refused.limit;
+  EXPECT_NEAR(refused.retry_after, 5.0, 1.5);
+  auto arguments = cluster.request(100, 100);
+  arguments.deadline = 15.0;
+  const auto going = cluster.accept(arguments);
+  EXPECT_EQ(cluster.plan().size(), 1U);
+  // It has two seconds left when it loses its worker: its client goes on reading for as long as it can.
+  for (const char* name : {"decode_reserved", "prefill_started", "first_token", "delivered", "handoff_done"}) {
+    cluster.event(going, name);
+  }
+  cluster.now = 13.0;
+  cluster.event(going, "worker_lost", "decode");
+  cluster.worker("d1", placement::Role::decode);
+  cluster.event(going, "requeue");
+  cluster.plan();
+  EXPECT_EQ(cluster.state(going), "Prefilling");
+}
+
 TEST(AdmissionLimits, TheDeadlineCountsTheQueueAhead) {
   AdmissionConfig config;
   config.prefill_window_tokens = 1;
