@@ -3,6 +3,7 @@
 
 import asyncio
 import socket
+import time
 from functools import partial
 
 from twinpool import metrics
@@ -33,8 +34,10 @@ from twinpool.router.resume_token import TokenSeal
 from twinpool.router.service import SERVICE, InferenceService, register
 from twinpool.router.streams import Streams
 from twinpool.router.takeover import TakeOver
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import TraceBook
+from twinpool.router.usage import UsageBook
 from twinpool.rpc import Server, channel, join_address
 from twinpool.v1 import control_pb2, router_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
@@ -59,7 +62,9 @@ class Router:
         self.background = Background()
         self.traces = TraceBook(self.core, config.router.trace_requests)
         self.admission = Admission(self.core, self.traces)
-        self.tokenize = TokenizeHop(config.router)
+        self.tenants = Tenants(config.router.tenants_file)
+        self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
+        self.tokenize = TokenizeHop(config.router, self.tenants.salt)
         self.models = ModelTable(self.tokenize, config.model.path)
         self.locality = Locality(self.core, config.kv_events, self.traces)
         self.fleet = Fleet(
@@ -86,8 +91,13 @@ class Router:
         )
         takeover = TakeOver(self.kept, self.others, self.models)
         streams = Streams(self.kept, takeover, self.seal, config.router)
-        self.service = InferenceService(config, hops, self.models, self.tokenize, answers, streams)
-        self.chats = ChatService(self.service, self.models, self.tokenize, config.router.call_format)
+        self.service = InferenceService(
+            config, hops, self.models, self.tokenize, answers, streams, self.tenants, self.usage
+        )
+        self._limit_tenants()
+        self.chats = ChatService(
+            self.service, self.models, self.tokenize, self.tenants, config.router.call_format
+        )
         self.http_endpoint = ""
         http = RouterBackend(self.service, self.chats, self.models)
         self._http = HttpServer(config, http) if config.router.http_port >= 0 else None
@@ -113,6 +123,18 @@ class Router:
             self.traces,
             max_message_bytes=self.config.router.max_message_bytes,
         )
+
+    def _limit_tenants(self) -> None:
+        for tenant in self.tenants.all:
+            self.core.set_tenant(
+                time.monotonic(),
+                tenant.name,
+                weight=tenant.weight,
+                max_requests=tenant.max_requests,
+                tokens_per_second=tenant.tokens_per_second,
+                burst_tokens=tenant.burst_tokens,
+                max_priority=tenant.max_priority,
+            )
 
     async def start(self) -> str:
         """Binds and serves; returns host:port. Raises PORT_UNAVAILABLE."""
@@ -155,6 +177,7 @@ class Router:
         await asyncio.to_thread(self.locality.close)
         self.models.close()
         self.tokenize.close()
+        self.usage.close()
 
     async def _stop_http(self) -> None:
         if self._http is not None:
@@ -176,6 +199,8 @@ class Router:
                 self.locality.watch()
                 self.tokenize.show()
                 self.kept.show()
+                if self.tenants.refresh():
+                    self._limit_tenants()
                 if self._http is not None:
                     self._http.refresh_tls()
                 self._show_counts()

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from twinpool import tracing
+from twinpool.router.tenants import Caller
 from twinpool.rpc import Deadline
 
 E = TypeVar("E")
@@ -21,6 +22,7 @@ class Call(Generic[E]):
     write: Callable[[E], Awaitable[None]]
     deadline: Deadline = field(default_factory=Deadline)
     traceparent: str = ""
+    caller: Caller = field(default_factory=Caller)
     arrival: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -30,6 +32,7 @@ class Call(Generic[E]):
             context.write,
             Deadline.of_call(context),
             tracing.traceparent_of(context.invocation_metadata()),
+            Caller.of(context),
         )
 
 

@@ -14,7 +14,7 @@ from twinpool.router.index import WorkerLocality
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
 from twinpool.router.placement import Fleet
-from twinpool.router.tokenize import TokenizeHop, hash_prompt
+from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import Placement, Trace, TraceBook
 from twinpool.v1 import control_pb2, router_pb2_grpc, worker_pb2
 from twinpool.v1 import router_pb2 as pb
@@ -90,7 +90,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         """See the protocol."""
         target = self._models.resolve(request.model)
         tokens, _ = await self._tokenize.prompt(request, target.tokenizer, target.group)
-        _, hashes = hash_prompt(tokens, target.group, request.tenant, request.adapter)
+        _, hashes = self._tokenize.hash(tokens, target.group, request.tenant, request.adapter)
         rows = {row["name"]: row for row in self._rows()}
         found = self._core.longest_prefix(hashes) if len(hashes) else []
         holders = [

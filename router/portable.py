@@ -8,20 +8,28 @@ the whole answer, and what was drawn. The text side is made anew from the tokens
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from numpy.typing import NDArray
 
+from twinpool._core import hash_blocks
 from twinpool.errors import TwinpoolError
 from twinpool.ids import new_request_id
 from twinpool.router.journal import Journal
 from twinpool.router.request import Group, Prepared
 from twinpool.router.stream import Answer
-from twinpool.router.tokenize import hash_prompt
 from twinpool.rpc import Deadline
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1.resume_pb2 import PortableChoice, PortableRequest, PortableState
+
+MOVES_MAX: Final = 1 << 20
+"""More often than any answer moves; a number beyond is made up."""
+
+
+ROOT_BYTES: Final = 16
+"""Length of a root hash."""
 
 
 def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: bytes) -> Prepared:
@@ -53,6 +61,7 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         digest=digest,
         grammar=prepared.grammar,
         kept_tokens=prepared.kept_tokens,
+        root_hash=prepared.root,
     )
     return replace(prepared, portable=portable)
 
@@ -76,9 +85,10 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
     """The request as it arrived at its first router, with an id of its own for this one."""
     request, now = state.request, time.monotonic()
     tokens = _unpacked(state.prompt)
-    if not len(tokens) or not 1 <= request.n <= 16 or len(state.choices) not in (0, request.n):
+    sound = 1 <= request.n <= 16 and len(state.choices) in (0, request.n) and request.moves < MOVES_MAX
+    if not len(tokens) or not sound:
         raise TwinpoolError("INTERNAL", "the state of the answer makes no sense")
-    root, hashes = hash_prompt(tokens, group, request.tenant, request.adapter)
+    hashes = hash_blocks(request.root_hash, tokens, group.block_tokens)
     moved = PortableRequest()
     moved.CopyFrom(request)
     moved.moves += 1
@@ -88,7 +98,7 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
         group=group,
         tokens=tokens,
         hashes=hashes,
-        root=root,
+        root=request.root_hash,
         sampling=request.sampling,
         max_tokens=request.stop.max_tokens,
         min_tokens=request.stop.min_tokens,

@@ -8,6 +8,7 @@ its disconnect and its deadline all reach the handler as a cancelled task, from 
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -26,11 +27,14 @@ from twinpool.router.kept import Kept
 from twinpool.router.lifecycle import Lifecycle
 from twinpool.router.models import ModelTable, Target
 from twinpool.router.request import Prepared
+from twinpool.router.side_calls import SideCalls
 from twinpool.router.streams import Streams
 from twinpool.router.structured import GrammarCheck, check_together, grammar_of
 from twinpool.router.tally import Tally
-from twinpool.router.tokenize import TokenizeHop, hash_prompt
-from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
+from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tokenize import TokenizeHop
+from twinpool.router.usage import UsageBook
+from twinpool.router.utf8 import Unparsed, lenient, parsed
 from twinpool.router.validate import Resumable, check_length, check_params, check_resumable, check_vocabulary
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
@@ -43,7 +47,7 @@ Context = grpc.aio.ServicerContext[Any, pb.GenerateResponse]
 ResumeContext = grpc.aio.ServicerContext[Any, pb.ResumeResponse]
 
 
-class InferenceService:
+class InferenceService(SideCalls):
     """See the module. Raises TwinpoolError; the server turns it into a status."""
 
     def __init__(
@@ -54,11 +58,12 @@ class InferenceService:
         tokenize: TokenizeHop,
         answers: AnswerMaker,
         streams: Streams,
+        tenants: Tenants,
+        usage: UsageBook,
     ) -> None:
+        super().__init__(models, tokenize, tenants, usage, config.router.max_prompt_tokens)
         self._limits = config.router
         self._hops = hops
-        self._models = models
-        self._tokenize = tokenize
         self._answers = answers
         self._streams = streams
         self._grammars = GrammarCheck(config.router)
@@ -84,6 +89,24 @@ class InferenceService:
         """Serves one request. ``rendered`` takes the place of its prompt."""
         tally = Tally(tracing.start("generate", call.traceparent, began=call.arrival), call.deadline)
         try:
+            request.tenant = self._tenants.admit(call.caller, request.tenant)
+            meter = self._usage.metered(request.tenant, call.write)
+        except BaseException as error:
+            tally.end(error)
+            raise
+        try:
+            await self._served(request, replace(call, write=meter.write), tally, rendered)
+        finally:
+            meter.end()
+
+    async def _served(
+        self,
+        request: pb.GenerateRequest,
+        call: Call[pb.GenerateResponse],
+        tally: Tally,
+        rendered: Rendered | None,
+    ) -> None:
+        try:
             kept = await self._generate(request, call, tally, rendered)
         except BaseException as error:
             tally.end(error)
@@ -95,29 +118,23 @@ class InferenceService:
 
     async def Resume(self, request: pb.ResumeRequest | Unparsed, context: ResumeContext) -> None:
         """See the protocol."""
-        parent = tracing.traceparent_of(context.invocation_metadata())
-        await self._streams.resume(parsed(request), context.write, parent)
+        wanted, call = parsed(request), Call.of(context)
+        wanted.tenant = self._tenants.admit(call.caller, wanted.tenant)
+
+        async def write(event: pb.GenerateResponse) -> None:
+            await context.write(pb.ResumeResponse(response=event))
+
+        meter = self._usage.metered(wanted.tenant, write)
+        try:
+            await self._streams.resume(wanted, meter.write, call.traceparent)
+        finally:
+            meter.end(resumed=True)
 
     async def Cancel(self, request: pb.CancelRequest | Unparsed, context: Context) -> pb.CancelResponse:
         """See the protocol."""
-        return await self._streams.cancel(parsed(request))
-
-    async def Tokenize(self, request: pb.TokenizeRequest | Unparsed, context: Context) -> pb.TokenizeResponse:
-        """See the protocol."""
         wanted = parsed(request)
-        refuse_unknown_fields(wanted)
-        target = self._models.resolve(wanted.model)
-        tokens, _ = await self._tokenize.prompt(wanted, target.tokenizer, target.group)
-        return pb.TokenizeResponse(
-            token_ids=tokens.tolist(), max_context_tokens=target.group.max_context_tokens
-        )
-
-    async def ListModels(
-        self, request: pb.ListModelsRequest | Unparsed, context: Context
-    ) -> pb.ListModelsResponse:
-        """See the protocol."""
-        parsed(request)
-        return pb.ListModelsResponse(models=self._models.models())
+        wanted.tenant = self._tenants.admit(Caller.of(context), wanted.tenant)
+        return await self._streams.cancel(wanted)
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -160,6 +177,7 @@ class InferenceService:
         kept: Kept | None = None
         try:
             target = self._models.resolve(request.model)
+            self._tenants.check_model(request.tenant, target.group.model)
             prepared = await self._prepare(request, target, call, tally.span, rendered)
             if wanted is not None:
                 kept = self._streams.begin(prepared, wanted, tally, release)
@@ -188,7 +206,7 @@ class InferenceService:
         tokens, field = await self._tokenize.prompt(request, target.tokenizer, group, rendered)
         check_vocabulary(tokens, field, group)
         max_tokens = check_length(len(tokens), params, field, self._limits, group)
-        root, hashes = hash_prompt(tokens, group, params.tenant, params.adapter)
+        root, hashes = self._tokenize.hash(tokens, group, params.tenant, params.adapter)
         own = () if params.ignore_eos else group.eos_token_ids
         request_id = new_request_id()
         span.set(request_id=request_id, model=group.model, prompt_tokens=len(tokens), choices=params.n)
@@ -231,6 +249,15 @@ class InferenceService:
         return grammar
 
 
+_SIDE_CALLS: Final[tuple[tuple[str, Any, Any], ...]] = (
+    ("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse),
+    ("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse),
+    ("Warm", pb.WarmRequest, pb.WarmResponse),
+    ("GetUsage", pb.GetUsageRequest, pb.GetUsageResponse),
+    ("ListModels", pb.ListModelsRequest, pb.ListModelsResponse),
+)
+
+
 def register(servicer: InferenceService, server: grpc.aio.Server) -> None:
     """Adds the service with request parsers that never fail: see ``utf8``."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -249,15 +276,11 @@ def register(servicer: InferenceService, server: grpc.aio.Server) -> None:
             request_deserializer=lenient(pb.CancelRequest),
             response_serializer=pb.CancelResponse.SerializeToString,
         ),
-        "Tokenize": grpc.unary_unary_rpc_method_handler(
-            servicer.Tokenize,
-            request_deserializer=lenient(pb.TokenizeRequest),
-            response_serializer=pb.TokenizeResponse.SerializeToString,
-        ),
-        "ListModels": grpc.unary_unary_rpc_method_handler(
-            servicer.ListModels,
-            request_deserializer=lenient(pb.ListModelsRequest),
-            response_serializer=pb.ListModelsResponse.SerializeToString,
-        ),
     }
+    for name, request, response in _SIDE_CALLS:
+        handlers[name] = grpc.unary_unary_rpc_method_handler(
+            getattr(servicer, name),
+            request_deserializer=lenient(request),
+            response_serializer=response.SerializeToString,
+        )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

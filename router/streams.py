@@ -2,7 +2,7 @@
 """The calls about answers that can be resumed: what they may say, and which stream reads which answer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -64,7 +64,7 @@ class Streams:
     async def resume(
         self,
         request: pb.ResumeRequest,
-        write: Callable[[pb.ResumeResponse], Awaitable[None]],
+        write: Write,
         traceparent: str,
     ) -> None:
         """See the protocol."""
@@ -76,12 +76,8 @@ class Streams:
                 field="next_index",
             )
         ticket = self._seal.open(request.token, request.tenant)
-
-        async def write_response(event: pb.GenerateResponse) -> None:
-            await write(pb.ResumeResponse(response=event))
-
         kept = await self._takeover.resume(ticket.stream_id, request.next_index, partial(_tally, traceparent))
-        await self.follow(kept, request.next_index, write_response)
+        await self.follow(kept, request.next_index, write)
 
     async def cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
         """See the protocol."""

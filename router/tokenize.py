@@ -36,8 +36,10 @@ T = TypeVar("T")
 class TokenizeHop:
     """Loads tokenizers, renders, tokenises and hashes."""
 
-    def __init__(self, limits: RouterSection) -> None:
+    def __init__(self, limits: RouterSection, salt: Callable[[str], str] = str) -> None:
+        """``salt`` of a tenant: tenants of one salt share cached prefixes."""
         self._limits = limits
+        self._salt = salt
         self._threads = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenize")
         self.cache = TokenCache(limits.token_cache_bytes)
 
@@ -95,17 +97,16 @@ class TokenizeHop:
         check_conversation(chat, self._limits)
         return await self.run(render, chat, tokenizer)
 
+    def hash(
+        self, tokens: NDArray[np.int32], group: Group, tenant: str, adapter: str
+    ) -> tuple[bytes, NDArray[np.uint8]]:
+        """The root of the request's namespace and the hashes of the prompt's full blocks, uint8 ``[blocks, 16]``."""
+        root = root_hash(group.fingerprint.encode(), self._salt(tenant).encode(), adapter.encode())
+        return root, hash_blocks(root, tokens, group.block_tokens)
+
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """Does what would hold the event loop up in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-
-
-def hash_prompt(
-    tokens: NDArray[np.int32], group: Group, tenant: str, adapter: str
-) -> tuple[bytes, NDArray[np.uint8]]:
-    """The root of the request's namespace and the hashes of the prompt's full blocks, uint8 ``[blocks, 16]``."""
-    root = root_hash(group.fingerprint.encode(), tenant.encode(), adapter.encode())
-    return root, hash_blocks(root, tokens, group.block_tokens)
 
 
 def _load(path: str) -> Tokenizer:

@@ -15,26 +15,16 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info, start_h
 
 from twinpool import __version__
 from twinpool.errors import TwinpoolError
-
-# Seconds. As vLLM, so that its dashboards fit.
-TTFT_BUCKETS: Final = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-ITL_BUCKETS: Final = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 80.0,
-)  # fmt: skip
-LATENCY_BUCKETS: Final = (
-    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-SHORT_BUCKETS: Final = (
-    10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0,
-)  # fmt: skip
-TOKEN_BUCKETS: Final = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
-BYTE_BUCKETS: Final = tuple(float(1 << e) for e in range(12, 37, 2))
-COUNT_BUCKETS: Final = tuple(float(1 << e) for e in range(0, 15))
-RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+from twinpool.metric_buckets import (
+    BYTE_BUCKETS,
+    COUNT_BUCKETS,
+    ITL_BUCKETS,
+    LATENCY_BUCKETS,
+    RATIO_BUCKETS,
+    SHORT_BUCKETS,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS,
+)
 
 # --- every process ------------------------------------------------------------------------
 
@@ -51,6 +41,14 @@ ROUTER_REQUESTS = Counter(
 ROUTER_REQUEST_SUCCESS = Counter(
     "twinpool_router_request_success", "Choices that finished, by reason.", ["finished_reason"]
 )
+ROUTER_TENANT_REQUESTS = Counter(
+    "twinpool_router_tenant_requests", "Requests that were placed, by tenant of the tenants file.", ["tenant"]
+)
+ROUTER_TENANT_TOKENS = Counter(
+    "twinpool_router_tenant_tokens",
+    "Tokens by tenant of the tenants file and kind (prompt, cached, completion).",
+    ["tenant", "kind"],
+)
 ROUTER_INFLIGHT_REQUESTS = Gauge("twinpool_router_inflight_requests", "Requests received and not ended.")
 ROUTER_REQUESTS_RUNNING = Gauge("twinpool_router_num_requests_running", "Requests placed and not ended.")
 ROUTER_REQUESTS_WAITING = Gauge("twinpool_router_num_requests_waiting", "Requests in the queue.")
@@ -62,6 +60,19 @@ ROUTER_ATTEMPTS = Counter("twinpool_router_attempts", "Placements made.")
 ROUTER_RETRIES = Counter(
     "twinpool_router_retries", "Attempts that failed and were placed anew, by failure reason.", ["reason"]
 )
+ROUTER_RETRY_BUDGET = Gauge(
+    "twinpool_router_retry_budget",
+    "Failed attempts that may still be placed anew; below 0: answers that went on anyway.",
+)
+ROUTER_RETRIES_DENIED = Counter(
+    "twinpool_router_retries_denied",
+    "Requests that failed for lack of retry budget, by failure reason.",
+    ["reason"],
+)
+ROUTER_BREAKERS = Gauge(
+    "twinpool_router_breakers", "Workers whose circuit breaker is not closed: open, half_open.", ["state"]
+)
+ROUTER_BREAKER_TRIPS = Counter("twinpool_router_breaker_trips", "Circuit breakers of workers that opened.")
 ROUTER_RESUMES = Counter(
     "twinpool_router_resumes",
     "Answers that went on on other workers behind a sent token, by failure reason.",

@@ -18,6 +18,7 @@ from twinpool.router.chat.forced import forced_grammar
 from twinpool.router.chat.turn import Turn
 from twinpool.router.models import ModelTable
 from twinpool.router.service import InferenceService
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
 from twinpool.text import ChatStyle, ChatTemplateError, Tokenizer
@@ -44,12 +45,18 @@ class ChatService:
     """See the module. Raises TwinpoolError; the server turns it into a status."""
 
     def __init__(
-        self, inference: InferenceService, models: ModelTable, tokenize: TokenizeHop, call_format: str
+        self,
+        inference: InferenceService,
+        models: ModelTable,
+        tokenize: TokenizeHop,
+        tenants: Tenants,
+        call_format: str,
     ) -> None:
         """``call_format``: how the models write calls; "": as their chat templates show. Raises ConfigError for an unknown one."""
         self._inference = inference
         self._models = models
         self._tokenize = tokenize
+        self._tenants = tenants
         try:
             self._format = find_format(call_format) if call_format else None
         except KeyError:
@@ -74,6 +81,8 @@ class ChatService:
             raise TwinpoolError(
                 "EMPTY_PROMPT", "request.chat is not set; the limit is a conversation", field="request.chat"
             )
+        # Before anything is told of the models, or rendered.
+        asked.tenant = self._tenants.admit(call.caller, asked.tenant)
         tokenizer = self._models.resolve(asked.model).tokenizer
         template = _template(tokenizer, asked.chat)
         plan = self._plan(request, template)

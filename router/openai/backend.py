@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router behind the HTTP server."""
 
-from collections.abc import Awaitable, Callable
-
 from twinpool.router.call import Call
 from twinpool.router.chat.service import ChatService
 from twinpool.router.models import ModelTable
 from twinpool.router.openai.shapes import TokenBytes
 from twinpool.router.service import InferenceService
+from twinpool.router.tenants import Caller
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -20,24 +19,14 @@ class RouterBackend:
         self._chats = chats
         self._models = models
 
-    async def chat(
-        self,
-        request: chat.ChatRequest,
-        write: Callable[[chat.ChatResponse], Awaitable[None]],
-        traceparent: str,
-    ) -> None:
-        await self._chats.serve(request, Call(write, traceparent=traceparent))
+    async def chat(self, request: chat.ChatRequest, call: Call[chat.ChatResponse]) -> None:
+        await self._chats.serve(request, call)
 
-    async def generate(
-        self,
-        request: pb.GenerateRequest,
-        write: Callable[[pb.GenerateResponse], Awaitable[None]],
-        traceparent: str,
-    ) -> None:
-        await self._inference.serve(request, Call(write, traceparent=traceparent))
+    async def generate(self, request: pb.GenerateRequest, call: Call[pb.GenerateResponse]) -> None:
+        await self._inference.serve(request, call)
 
-    def models(self) -> list[pb.Model]:
-        return self._models.models()
+    def models(self, caller: Caller) -> list[pb.Model]:
+        return self._inference.models_of(caller)
 
     def token_bytes(self, model: str) -> TokenBytes:
         return self._models.resolve(model).tokenizer.token_bytes

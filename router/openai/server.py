@@ -7,7 +7,7 @@ event is there, so that what is refused before is refused with the status of its
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
@@ -17,12 +17,14 @@ from pydantic import ValidationError
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.logs import get_logger
+from twinpool.router.call import Call
 from twinpool.router.openai.chats import ChatCompletion
 from twinpool.router.openai.completions import Completion
 from twinpool.router.openai.errors import body_of, headers_of, parse_object, refusal, status_of
 from twinpool.router.openai.fields import Body
 from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
 from twinpool.router.openai.texts import TextShape
+from twinpool.router.tenants import Caller, key_of
 from twinpool.rpc import HttpsContext
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
@@ -30,6 +32,7 @@ from twinpool.v1 import inference_pb2 as pb
 log = get_logger(__name__)
 
 B = TypeVar("B", bound=Body)
+E = TypeVar("E")
 
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -37,24 +40,14 @@ _DONE: Final = b"data: [DONE]\n\n"
 class Backend(Protocol):
     """What the server needs of a router."""
 
-    async def chat(
-        self,
-        request: chat.ChatRequest,
-        write: Callable[[chat.ChatResponse], Awaitable[None]],
-        traceparent: str,
-    ) -> None:
+    async def chat(self, request: chat.ChatRequest, call: Call[chat.ChatResponse]) -> None:
         """Serves a chat."""
 
-    async def generate(
-        self,
-        request: pb.GenerateRequest,
-        write: Callable[[pb.GenerateResponse], Awaitable[None]],
-        traceparent: str,
-    ) -> None:
+    async def generate(self, request: pb.GenerateRequest, call: Call[pb.GenerateResponse]) -> None:
         """Serves a prompt."""
 
-    def models(self) -> list[pb.Model]:
-        """The models that are served."""
+    def models(self, caller: Caller) -> list[pb.Model]:
+        """The models that a caller may use."""
 
     def token_bytes(self, model: str) -> TokenBytes:
         """What tokens of a model add to the text. Raises MODEL_NOT_FOUND."""
@@ -125,13 +118,12 @@ class HttpServer:
         n = asked.request.n
         logprobs = asked.request.HasField("logprobs")
         shape = ChatShape(self._backend.token_bytes(body.model), logprobs=logprobs)
-        parent = request.headers.get("traceparent", "")
         if not body.stream:
 
             async def gather(event: chat.ChatResponse) -> None:
                 shape.add(event, n)
 
-            await self._backend.chat(asked, gather, parent)
+            await self._backend.chat(asked, _call(request, gather))
             return _json(shape.whole())
         out = EventStream(request)
 
@@ -139,7 +131,7 @@ class HttpServer:
             await out.send(shape.chunks(event, n))
 
         return await out.run(
-            self._backend.chat(asked, send, parent), shape.usage_chunk if body.wants_usage else None
+            self._backend.chat(asked, _call(request, send)), shape.usage_chunk if body.wants_usage else None
         )
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -149,7 +141,6 @@ class HttpServer:
         token_bytes = self._backend.token_bytes(body.model)
         shape = TextShape(prompts, asked[0].n, token_bytes, logprobs=body.logprobs is not None)
         out = EventStream(request) if body.stream else None
-        parent = request.headers.get("traceparent", "")
 
         async def one(number: int) -> None:
             async def take(event: pb.GenerateResponse) -> None:
@@ -158,7 +149,7 @@ class HttpServer:
                 else:
                     await out.send(shape.chunks(number, event))
 
-            await self._backend.generate(asked[number], take, parent)
+            await self._backend.generate(asked[number], _call(request, take))
 
         if out is not None:
             return await out.run(_all(one, len(asked)), shape.usage_chunk if body.wants_usage else None)
@@ -166,11 +157,13 @@ class HttpServer:
         return _json(shape.whole())
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [_model(model) for model in self._backend.models()]})
+        return _json(
+            {"object": "list", "data": [_model(model) for model in self._backend.models(_caller(request))]}
+        )
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        for model in self._backend.models():
+        for model in self._backend.models(_caller(request)):
             if model.name == name:
                 return _json(_model(model))
         raise TwinpoolError(
@@ -185,6 +178,21 @@ class HttpServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _call(request: web.Request, write: Callable[[E], Awaitable[None]]) -> Call[E]:
+    return Call(write, traceparent=request.headers.get("traceparent", ""), caller=_caller(request))
+
+
+def _caller(request: web.Request) -> Caller:
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    certificate: Mapping[str, Any] = (
+        request.transport.get_extra_info("peercert") if request.transport is not None else None
+    ) or {}
+    subject = [
+        value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"
+    ]
+    return Caller(key_of(headers), (*subject, *(value for _, value in certificate.get("subjectAltName", ()))))
 
 
 class EventStream:

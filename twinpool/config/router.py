@@ -95,6 +95,19 @@ class RouterSection(Section):
         le=65535,
         description="Port of the OpenAI-compatible HTTP API; 0: a free one; -1: there is none.",
     )
+    tenants_file: str = Field(
+        default="",
+        max_length=4096,
+        description="YAML file of the tenants that are served, with their keys and limits; it is followed. Empty: everybody is.",
+    )
+    usage_file: str = Field(
+        default="",
+        max_length=4096,
+        description="File to which what each tenant uses is appended, a line of JSON a stream; empty: none.",
+    )
+    max_usage_tenants: int = Field(
+        default=10_000, ge=1, le=1 << 24, description="Most tenants whose usage is counted apart."
+    )
     max_grammar_bytes: int = Field(
         default=256 * 1024, ge=1, le=1 << 26, description="Largest grammar of an answer's form, in bytes."
     )
@@ -175,6 +188,30 @@ class RouterSection(Section):
         ge=0,
         le=1000,
         description="How often an answer of which the client has tokens goes on at the next token on other workers. 0: it fails.",
+    )
+    retry_ratio: float = Field(
+        default=0.2,
+        ge=0,
+        le=100,
+        description="How many failed attempts may be placed anew for each request. Lost workers, and refusals, do not count.",
+    )
+    retry_burst: float = Field(
+        default=100.0,
+        ge=0,
+        le=1e6,
+        description="Largest such budget, and the one at the start. 0 with retry_ratio 0: what a worker failed fails.",
+    )
+    breaker_failures: int = Field(
+        default=5,
+        ge=0,
+        le=1 << 20,
+        description="Failures of a worker in a row after which it gets no work for a while, if another one does the same; 0: never.",
+    )
+    breaker_open_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="How long it gets none before one request may prove it, in seconds; twice as long each time that fails, at most 16 times.",
     )
     max_refusals: int = Field(
         default=64,

@@ -55,6 +55,21 @@ class InferenceServiceStub:
                 request_serializer=twinpool_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/twinpool.v1.InferenceService/Detokenize',
+                request_serializer=twinpool_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/twinpool.v1.InferenceService/Warm',
+                request_serializer=twinpool_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/twinpool.v1.InferenceService/GetUsage',
+                request_serializer=twinpool_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/twinpool.v1.InferenceService/ListModels',
                 request_serializer=twinpool_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -94,6 +109,27 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Turns token ids into text, as answers have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request, context):
+        """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """What the caller's tenant has used, as this router has counted it since it started.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models that this cluster serves.
         """
@@ -123,6 +159,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=twinpool_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=twinpool_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=twinpool_dot_v1_dot_inference__pb2.WarmRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_inference__pb2.WarmResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=twinpool_dot_v1_dot_inference__pb2.GetUsageRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_inference__pb2.GetUsageResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -239,6 +290,87 @@ class InferenceService:
             '/twinpool.v1.InferenceService/Tokenize',
             twinpool_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             twinpool_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.InferenceService/Detokenize',
+            twinpool_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            twinpool_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.InferenceService/Warm',
+            twinpool_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
+            twinpool_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.InferenceService/GetUsage',
+            twinpool_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+            twinpool_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

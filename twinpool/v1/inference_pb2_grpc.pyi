@@ -41,6 +41,12 @@ class InferenceServiceStub:
     """Ends such an answer for good. Without it, one whose client has gone ends when its grace has passed."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or chat messages into the token ids that Generate would use."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """Turns token ids into text, as answers have it."""
+    Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
+    """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetUsageRequest, _inference_pb2.GetUsageResponse]
+    """What the caller's tenant has used, as this router has counted it since it started."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that this cluster serves."""
 
@@ -57,6 +63,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Ends such an answer for good. Without it, one whose client has gone ends when its grace has passed."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or chat messages into the token ids that Generate would use."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Turns token ids into text, as answers have it."""
+    Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
+    """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetUsageRequest, _inference_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """What the caller's tenant has used, as this router has counted it since it started."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that this cluster serves."""
 
@@ -94,6 +106,30 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
         """Turns text or chat messages into the token ids that Generate would use."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """Turns token ids into text, as answers have it."""
+
+    @_abc_1.abstractmethod
+    def Warm(
+        self,
+        request: _inference_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.WarmResponse, _abc.Awaitable[_inference_pb2.WarmResponse]]:
+        """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _inference_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetUsageResponse, _abc.Awaitable[_inference_pb2.GetUsageResponse]]:
+        """What the caller's tenant has used, as this router has counted it since it started."""
 
     @_abc_1.abstractmethod
     def ListModels(

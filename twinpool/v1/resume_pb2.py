@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from twinpool.v1 import inference_pb2 as twinpool_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/resume.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1btwinpool/v1/inference.proto\"V\n\x0cResumeTicket\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x11\n\tstream_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"\xa8\x03\n\x0fPortableRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12)\n\x04stop\x18\x07 \x01(\x0b\x32\x1b.twinpool.v1.StopConditions\x12\t\n\x01n\x18\x08 \x01(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x13\n\x0bpreemptible\x18\x0b \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12(\n\x05grace\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03key\x18\x0e \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x0f \x01(\x0c\x12\r\n\x05moves\x18\x10 \x01(\r\x12\x0f\n\x07grammar\x18\x11 \x01(\t\x12\x13\n\x0bkept_tokens\x18\x12 \x03(\tB\x0b\n\t_logprobs\"T\n\x0ePortableChoice\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"\xea\x01\n\rPortableState\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.PortableRequest\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12,\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x1b.twinpool.v1.PortableChoice\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.twinpool.v1.GenerateFinished\x12+\n\x08\x64\x65\x61\x64line\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06worker\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/resume.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1btwinpool/v1/inference.proto\"V\n\x0cResumeTicket\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x11\n\tstream_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"\xbb\x03\n\x0fPortableRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12)\n\x04stop\x18\x07 \x01(\x0b\x32\x1b.twinpool.v1.StopConditions\x12\t\n\x01n\x18\x08 \x01(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x13\n\x0bpreemptible\x18\x0b \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12(\n\x05grace\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03key\x18\x0e \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x0f \x01(\x0c\x12\r\n\x05moves\x18\x10 \x01(\r\x12\x0f\n\x07grammar\x18\x11 \x01(\t\x12\x13\n\x0bkept_tokens\x18\x12 \x03(\t\x12\x11\n\troot_hash\x18\x13 \x01(\x0c\x42\x0b\n\t_logprobs\"T\n\x0ePortableChoice\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"\xea\x01\n\rPortableState\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.PortableRequest\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12,\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x1b.twinpool.v1.PortableChoice\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1d.twinpool.v1.GenerateFinished\x12+\n\x08\x64\x65\x61\x64line\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06worker\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMETICKET']._serialized_start=102
   _globals['_RESUMETICKET']._serialized_end=188
   _globals['_PORTABLEREQUEST']._serialized_start=191
-  _globals['_PORTABLEREQUEST']._serialized_end=615
-  _globals['_PORTABLECHOICE']._serialized_start=617
-  _globals['_PORTABLECHOICE']._serialized_end=701
-  _globals['_PORTABLESTATE']._serialized_start=704
-  _globals['_PORTABLESTATE']._serialized_end=938
+  _globals['_PORTABLEREQUEST']._serialized_end=634
+  _globals['_PORTABLECHOICE']._serialized_start=636
+  _globals['_PORTABLECHOICE']._serialized_end=720
+  _globals['_PORTABLESTATE']._serialized_start=723
+  _globals['_PORTABLESTATE']._serialized_end=957
 # @@protoc_insertion_point(module_scope)

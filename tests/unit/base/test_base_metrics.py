@@ -30,6 +30,8 @@ BOUNDED = {
     "watch",
     "source",
     "finished_reason",
+    # Only tenants of the operator's file, and "other".
+    "tenant",
 }
 
 

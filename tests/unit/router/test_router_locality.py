@@ -17,7 +17,6 @@ from twinpool.ids import WorkerKey
 from twinpool.router.app import Router
 from twinpool.router.index.status import WorkerLocality
 from twinpool.router.locality_condition import ERROR_SAMPLES_MIN, FULL_SECONDS, LocalityCondition
-from twinpool.router.tokenize import hash_prompt
 from twinpool.v1 import worker_pb2 as worker
 
 BLOCK = 16
@@ -49,7 +48,7 @@ async def cached_cluster(
 def held(router: Router, tokens: list[int]) -> dict[str, int]:
     """Leading blocks of a prompt by worker, as a router knows it."""
     group = router.models.resolve("").group
-    _, hashes = hash_prompt(np.array(tokens, np.int32), group, "", "")
+    _, hashes = router.tokenize.hash(np.array(tokens, np.int32), group, "", "")
     return dict(router.core.longest_prefix(hashes))
 
 

@@ -15,7 +15,6 @@ from tests.support.fake_cluster import FakeCluster, collect, fake_cluster, gener
 from tests.support.fake_worker import FIRST_TOKEN, Script
 from tests.support.waiting import until
 from twinpool import metrics
-from twinpool.router.tokenize import hash_prompt
 from twinpool.v1 import worker_pb2 as pb
 
 BLOCK = 16
@@ -53,7 +52,7 @@ async def learn(cluster: FakeCluster, name: str, tokens: list[int]) -> None:
     made = cluster.workers[name]
     assert made.cache is not None
     group = cluster.router.models.resolve("").group
-    root, hashes = hash_prompt(np.array(tokens, np.int32), group, "", "")
+    root, hashes = cluster.router.tokenize.hash(np.array(tokens, np.int32), group, "", "")
     made.cache.use(hashes, root, len(tokens))
     await until(lambda: dict(cluster.router.core.longest_prefix(hashes)).get(name) == len(hashes))
 
