@@ -174,10 +174,11 @@ class Admission:
         self.core.remove_worker(time.monotonic(), key.name, key.incarnation)
         self.kick()
 
-    def quarantine(self, key: WorkerKey, seconds: float) -> None:
-        """Gives a worker no work for so long; 0 ends its quarantine."""
+    def quarantine(self, key: WorkerKey, seconds: float, probation: bool = False) -> None:
+        """Gives a worker no work for so long; 0 ends its quarantine. On ``probation`` it then gets one placement, and no other
+        before the next call."""
         now = time.monotonic()
-        self.core.quarantine(now, key.name, key.incarnation, now + seconds)
+        self.core.quarantine(now, key.name, key.incarnation, now + seconds, probation)
         self.kick()
 
     def report_load(self, key: WorkerKey, report: worker_pb2.LoadReport) -> None:

@@ -31,6 +31,7 @@ from twinpool.router.peer import RouterPeer
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
 from twinpool.router.resume_token import TokenSeal
+from twinpool.router.retry import Retries
 from twinpool.router.service import SERVICE, InferenceService, register
 from twinpool.router.streams import Streams
 from twinpool.router.takeover import TakeOver
@@ -77,7 +78,10 @@ class Router:
             pb.Hello(router=name, incarnation=self.incarnation),
         )
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
-        hops = Hops(config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background)
+        retries = Retries(config.router, self.fleet.breakers)
+        hops = Hops(
+            config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background, retries
+        )
         self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
         answers = AnswerMaker(self.models, config.router)
         self.seal = TokenSeal()
@@ -195,6 +199,7 @@ class Router:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             try:
                 self.fleet.reap()
+                self.fleet.breakers.watch()
                 self.migration.watch()
                 self.locality.watch()
                 self.tokenize.show()

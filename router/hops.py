@@ -10,6 +10,7 @@ from twinpool.router.background import Background
 from twinpool.router.locality import Locality
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
+from twinpool.router.retry import Retries
 from twinpool.router.stream import Answer
 from twinpool.v1 import inference_pb2 as pb
 
@@ -27,3 +28,4 @@ class Hops:
     locality: Locality
     prefixes: PrefixSources
     background: Background
+    retries: Retries

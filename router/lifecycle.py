@@ -67,8 +67,9 @@ class Attempt:
             return
         command = decode_command(self.prepared, self._id, None if self.local else owner, self.source)
         wait = self._request.hops.limits.reserve_timeout_seconds
-        late = partial(self._lose, self.decode, "it did not answer the reservation in time")
-        self._timer = asyncio.get_running_loop().call_later(wait, late)
+        cause = "it did not answer the reservation in time"
+        late = lost(self.decode, "decode", cause, late=True)
+        self._timer = asyncio.get_running_loop().call_later(wait, self.fail, late)
         self._send(self.decode, worker.SessionRequest(decode=command))
 
     def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
@@ -114,6 +115,7 @@ class Attempt:
         elif self.handoff is None:
             self.handoff = message.stats
             self._request.hops.admission.observe_transfer(self.decode, message.stats)
+            self._request.hops.retries.handed_off(self.prefill, self.decode)
             if not self.local:
                 self._legs[self.prefill].end()
             if self.answer.exhausted:
@@ -249,6 +251,7 @@ class Lifecycle:
     async def run(self, write: Write) -> None:
         """Serves the request. Raises the one cause if its end is not success."""
         self._request = self.hops.admission.submit(self.prepared, self)
+        self.hops.retries.requested()
         try:
             while not (self._over and self._error is None and not self._ready):
                 await self._waker.wait()
@@ -354,8 +357,11 @@ class Lifecycle:
         """An attempt has failed: the state machine decides what follows."""
         after = self.hops.admission.advance(self._request, attempt.number, outcome.event, outcome.detail)
         outcome.log(self.prepared.request_id, attempt.number, after.state)
+        self.hops.retries.failed(outcome, attempt.prefill, attempt.decode)
         if after.terminal:
             return self._end(outcome.as_error(attempt.number, self._delivered))
+        if not self.hops.retries.allows(outcome, self._delivered):
+            return self._end(outcome.without_budget(attempt.number))
         (metrics.ROUTER_RESUMES if self._delivered else metrics.ROUTER_RETRIES).labels(outcome.reason).inc()
         if after.state == "Retrying":
             self.hops.background.start(self._place_anew(attempt))

@@ -25,6 +25,32 @@ class Outcome:
     reason: str
     message: str
     worker: str = ""
+    # It can be reached, but did not answer in time.
+    late: bool = False
+
+    @property
+    def _failure(self) -> str:
+        return self.detail.partition(":")[0] if self.event == "attempt_failed" else ""
+
+    @property
+    def costs_budget(self) -> bool:
+        """Whether another placement of it costs of the retry budget: a worker had the attempt and failed it."""
+        return self.late or self._failure in _COSTLY
+
+    @property
+    def blames_worker(self) -> bool:
+        """Whether ``worker`` is at fault."""
+        return bool(self.worker) and (self.late or self._failure == "INTERNAL")
+
+    @property
+    def blames_pair(self) -> bool:
+        """Whether one of the two workers is at fault, but not which."""
+        return self._failure in _BETWEEN
+
+    @property
+    def blames_peer(self) -> bool:
+        """Whether ``worker`` says that the other one is at fault."""
+        return self._failure == "PEER_LOST"
 
     def as_error(self, attempts: int, delivered: bool) -> TwinpoolError:
         """What the client is told after ``attempts`` placements; ``delivered``: it has tokens already."""
@@ -35,6 +61,12 @@ class Outcome:
             text = f"{attempts} placements failed, the last one with {self.reason}: {self.message}"
             return TwinpoolError("ATTEMPTS_EXHAUSTED", text, metadata=facts | {"cause": self.reason})
         return TwinpoolError(self.reason, self.message, metadata=facts)
+
+    def without_budget(self, attempts: int) -> TwinpoolError:
+        """What the client is told where the budget does not allow another placement."""
+        facts: dict[str, object] = {"attempts": attempts, "cause": self.reason}
+        text = f"too many attempts fail to try again; this one with {self.reason}: {self.message}"
+        return TwinpoolError("RETRY_BUDGET_EXHAUSTED", text, metadata=facts)
 
     def log(self, request_id: str, attempt: int, state: str) -> None:
         """Notes the failed attempt, and the state of the request after it."""
@@ -47,6 +79,11 @@ class Outcome:
             state=state,
         )
 
+
+# Failures of something between the two workers of an attempt.
+_BETWEEN: Final = frozenset({"TRANSFER", "FENCED"})
+# Failures that a worker's death does not explain, after which something has run in vain.
+_COSTLY: Final = frozenset({"INTERNAL"}) | _BETWEEN
 
 _REASONS: Final[dict[int, str]] = {
     pb.FAILURE_REASON_NO_CAPACITY: "NO_CAPACITY",
@@ -81,9 +118,9 @@ def said_by(message: pb.AttemptFailed, key: WorkerKey, side: str, *, reserving: 
     return Outcome("attempt_failed", f"{name}:{side}", _REASONS[known], text, key.name)
 
 
-def lost(key: WorkerKey, side: str, cause: str) -> Outcome:
-    """A worker cannot be reached (any more). ``side``: "prefill" or "decode"."""
-    return Outcome("worker_lost", side, "WORKER_LOST", f"{key.name}: {cause}", key.name)
+def lost(key: WorkerKey, side: str, cause: str, *, late: bool = False) -> Outcome:
+    """A worker cannot be reached (any more), or is ``late``. ``side``: "prefill" or "decode"."""
+    return Outcome("worker_lost", side, "WORKER_LOST", f"{key.name}: {cause}", key.name, late)
 
 
 def leaving(key: WorkerKey) -> Outcome:

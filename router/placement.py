@@ -23,6 +23,7 @@ from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.router.admission import Admission
 from twinpool.router.background import Background
+from twinpool.router.breaker import Breakers
 from twinpool.router.dispatch import WorkerSession
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable, group_id
@@ -85,6 +86,7 @@ class Fleet:
         self._workers: dict[WorkerKey, _Worker] = {}
         # Whose calibration the core has. It gets it once: what it has learned since is worth more.
         self._calibrated: set[WorkerKey] = set()
+        self.breakers = Breakers(config.router, self._hold, self._has_spare)
 
     async def close(self) -> None:
         """Ends every session."""
@@ -174,8 +176,8 @@ class Fleet:
             if known.leaving_since is not None and known.record.role == pb.ROLE_DECODE and known.session.up
         ]
 
-    def replaceable(self, key: WorkerKey) -> bool:
-        """Whether another worker of its group and role takes work."""
+    def replaceable(self, key: WorkerKey, suits: Callable[[WorkerKey], bool] = lambda _key: True) -> bool:
+        """Whether another worker of its group and role takes work, and ``suits``."""
         own = self._workers[key].record
         return any(
             known.record.state == control_pb2.WORKER_STATE_READY
@@ -183,7 +185,7 @@ class Fleet:
             and group_id(known.record) == group_id(own)
             and known.session.up
             for other, known in self._workers.items()
-            if other != key
+            if other != key and suits(other)
         )
 
     def reap(self) -> None:
@@ -206,7 +208,8 @@ class Fleet:
         # One that came back at once may break again at once: it waits out its quarantine.
         since = time.monotonic() - known.broken_at if known.broken_at is not None else math.inf
         left = max(0.0, self._config.router.quarantine_seconds - since)
-        self._admission.quarantine(session.key, left)
+        held = self.breakers.hold_seconds(session.key)
+        self._admission.quarantine(session.key, max(left, held or 0.0), held is not None)
         self._count()
 
     def session_down(self, session: WorkerSession, cause: str) -> None:
@@ -222,6 +225,7 @@ class Fleet:
             log.warning("worker_session_lost", worker=str(session.key), role=role, cause=cause)
             metrics.ROUTER_QUARANTINES.labels(role).inc()
             known.broken_at = time.monotonic()
+            self.breakers.failed(session.key)
             self._admission.quarantine(session.key, _UNTIL_WELCOMED)
         self._count()
 
@@ -233,6 +237,15 @@ class Fleet:
         self._admission.report_load(session.key, report)
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _hold(self, key: WorkerKey, seconds: float, probation: bool) -> None:
+        known = self._workers.get(key)
+        # One whose stream is down is in quarantine until it is welcomed, and then what its breaker says.
+        if known is not None and known.session.up:
+            self._admission.quarantine(key, seconds, probation)
+
+    def _has_spare(self, key: WorkerKey) -> bool:
+        return key in self._workers and self.replaceable(key, self.breakers.closed)
 
     def _tell_core(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
         pool = group_label(record.pool, record.model, record.fingerprint)
@@ -246,6 +259,7 @@ class Fleet:
     def _forget(self, key: WorkerKey) -> None:
         self._admission.remove_worker(key)
         self._calibrated.discard(key)
+        self.breakers.forget(key)
         self._locality.drop(key)
         self._models.remove(key)
 

@@ -365,7 +365,10 @@ class RouterCore:
         available_blocks: int,
         step_seconds: float,
     ) -> None: ...
-    def quarantine(self, now: float, name: str, incarnation: int, until: float) -> None: ...
+    def quarantine(
+        self, now: float, name: str, incarnation: int, until: float, probation: bool = False
+    ) -> None:
+        """No placement before ``until``; with ``probation`` one after it, and no other before the next call of this."""
     def observe_prefill(
         self, name: str, incarnation: int, tokens: int, cached_tokens: int, seconds: float
     ) -> None:

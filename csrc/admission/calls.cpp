@@ -130,7 +130,7 @@ std::string describe(const Call& call) {
                << " prefill_tokens=" << c.load.waiting_prefill_tokens << " available=" << c.load.available_blocks
                << " step=" << c.load.step_seconds;
         } else if constexpr (std::is_same_v<C, Quarantine>) {
-          text << "quarantine " << c.name << " until=" << c.until;
+          text << "quarantine " << c.name << " until=" << c.until << (c.probation ? " then probation" : "");
         } else if constexpr (std::is_same_v<C, ObservePrefill>) {
           text << "observe_prefill " << c.name << " tokens=" << c.tokens << " cached=" << c.cached_tokens
                << " seconds=" << c.seconds;

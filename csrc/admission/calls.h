@@ -67,12 +67,13 @@ struct Quarantine {
   std::string name;
   std::uint64_t incarnation;
   double until;
+  bool probation;
   template <typename A>
   void archive(A& a) {
-    a(now, name, incarnation, until);
+    a(now, name, incarnation, until, probation);
   }
   Nothing run(RouterCore& core) const {
-    core.quarantine(now, name, incarnation, until);
+    core.quarantine(now, name, incarnation, until, probation);
     return {};
   }
 };

@@ -93,7 +93,8 @@ class RouterCore {
   void upsert_worker(double now, const placement::WorkerSpec& spec);
   void remove_worker(double now, const std::string& name, std::uint64_t incarnation);
   void report_load(double now, const std::string& name, std::uint64_t incarnation, placement::LoadReport load);
-  void quarantine(double now, const std::string& name, std::uint64_t incarnation, double until);
+  /// ``probation``: once it is over, the worker gets one placement, and no other before the next call of this.
+  void quarantine(double now, const std::string& name, std::uint64_t incarnation, double until, bool probation = false);
   void observe_prefill(const std::string& name, std::uint64_t incarnation, std::int64_t tokens,
                        std::int64_t cached_tokens, double seconds);
   void observe_transfer(const std::string& name, std::uint64_t incarnation, std::int64_t blocks, double seconds);

@@ -50,12 +50,15 @@ void RouterCore::report_load(double now, const std::string& name, std::uint64_t 
   workers_.report(*worker, load);
 }
 
-void RouterCore::quarantine(double /*now*/, const std::string& name, std::uint64_t incarnation, double until) {
+void RouterCore::quarantine(double /*now*/, const std::string& name, std::uint64_t incarnation, double until,
+                            bool probation) {
   placement::Worker* worker = workers_.find(name, incarnation);
   if (worker == nullptr) {
     return;
   }
   worker->quarantined_until = until;
+  worker->on_probation = probation;
+  worker->served_before = worker->served;
   workers_.touch();
 }
 

@@ -50,10 +50,10 @@ void bind_cluster(py::class_<Self>& core) {
       py::arg("waiting_prefill_tokens"), py::arg("available_blocks"), py::arg("step_seconds"));
   core.def(
       "quarantine",
-      [](Self& self, double now, const std::string& name, std::uint64_t incarnation, double until) {
-        make(self, calls::Quarantine{now, name, incarnation, until});
+      [](Self& self, double now, const std::string& name, std::uint64_t incarnation, double until, bool probation) {
+        make(self, calls::Quarantine{now, name, incarnation, until, probation});
       },
-      py::arg("now"), py::arg("name"), py::arg("incarnation"), py::arg("until"));
+      py::arg("now"), py::arg("name"), py::arg("incarnation"), py::arg("until"), py::arg("probation") = false);
   core.def(
       "observe_prefill",
       [](Self& self, const std::string& name, std::uint64_t incarnation, std::int64_t tokens,

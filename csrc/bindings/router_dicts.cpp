@@ -63,6 +63,7 @@ py::list worker_dicts(const admission::RouterCore& core) {
     row["block_tokens"] = worker.spec.block_tokens;
     row["max_num_seqs"] = worker.spec.max_num_seqs;
     row["quarantined_until"] = worker.quarantined_until;
+    row["on_probation"] = worker.on_probation;
     row["reported"] = worker.report.has_value();
     row["reported_at"] = worker.report ? py::object(py::float_(worker.report->at)) : py::object(py::none());
     row["running"] = worker.report ? worker.report->running : 0;

@@ -102,7 +102,7 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
       continue;
     }
     if (!worker.usable(query.now)) {
-      note_retry(decision, worker.quarantined_until);
+      note_retry(decision, query.now, worker.quarantined_until);
       continue;
     }
     if (contains(query.avoid, slot, worker.epoch)) {

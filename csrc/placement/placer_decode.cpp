@@ -28,7 +28,7 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
       continue;
     }
     if (!worker.usable(query.now)) {
-      note_retry(decision, worker.quarantined_until);
+      note_retry(decision, query.now, worker.quarantined_until);
       continue;
     }
     const auto cached = static_cast<std::int64_t>(query.cached_blocks[worker.index_slot]);
@@ -40,7 +40,7 @@ Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
     if (worker.refuses(query.now, prompt_blocks) || contains(query.avoid, slot, worker.epoch)) {
       obstacle = std::max(obstacle, Obstacle::refused);
       if (worker.refused_until > query.now) {
-        note_retry(decision, worker.refused_until);
+        note_retry(decision, query.now, worker.refused_until);
       }
       continue;
     }

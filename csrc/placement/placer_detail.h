@@ -22,8 +22,9 @@ inline bool contains(std::span<const WorkerRef> refs, std::uint32_t slot, std::u
 }
 
 /// When a worker that is out for a while comes back; the earliest of all is when to look again.
-inline void note_retry(Decision& decision, double at) {
-  if (decision.retry_at == 0.0 || at < decision.retry_at) {
+/// ``at``: when a back-off or quarantine ends. One that has ended already (a worker on probation) says nothing.
+inline void note_retry(Decision& decision, double now, double at) {
+  if (at > now && (decision.retry_at == 0.0 || at < decision.retry_at)) {
     decision.retry_at = at;
   }
 }

@@ -142,6 +142,10 @@ struct Worker {
   std::optional<LoadReport> report;
   std::uint32_t reports = 0;       // counts reports, so that a reservation knows whether one came since
   double quarantined_until = 0.0;  // exclusive
+  // After its quarantine it has to prove itself: it is given one placement, until it is told to be sound or put into
+  // quarantine again.
+  bool on_probation = false;
+  std::uint64_t served_before = 0;  // value of ``served`` then
 
   // Since the worker refused: a request that needs as much or more is not offered again before the report changes or
   // the back-off passes.
@@ -169,16 +173,17 @@ struct Worker {
   explicit Worker(const ModelPriors& priors);
   template <typename A>
   void archive(A& a) {
-    a(spec, epoch, pool_id, fingerprint_id, index_slot, report, reports, quarantined_until, refused_until,
-      refused_blocks, refused_report, changes, prefill_tokens, prompt_blocks, sequences, growth_blocks, transfers,
-      transfer_blocks, holds, served, observed, prefill, transfer, step);
+    a(spec, epoch, pool_id, fingerprint_id, index_slot, report, reports, quarantined_until, on_probation, served_before,
+      refused_until, refused_blocks, refused_report, changes, prefill_tokens, prompt_blocks, sequences, growth_blocks,
+      transfers, transfer_blocks, holds, served, observed, prefill, transfer, step);
   }
 
   /// The model that a name stands for: "prefill", "transfer" or "step". Throws CoreError for others.
   Fit& model(const std::string& kind);
 
   [[nodiscard]] bool usable(double now) const noexcept {
-    return epoch != 0 && spec.state == WorkerState::ready && now >= quarantined_until;
+    return epoch != 0 && spec.state == WorkerState::ready && now >= quarantined_until &&
+           (!on_probation || served == served_before);
   }
   /// True if an offer of so many blocks would be refused again.
   [[nodiscard]] bool refuses(double now, std::int64_t blocks) const noexcept {

@@ -272,6 +272,13 @@ _SERVING = (
         "Retry later; the last cause is in the metadata.",
     ),
     ErrorSpec(
+        "RETRY_BUDGET_EXHAUSTED",
+        C.UNAVAILABLE,
+        True,
+        "too many attempts fail to place this one anew",
+        "Retry later; the cause is in the metadata. Look for workers that fail what they are given.",
+    ),
+    ErrorSpec(
         "FINGERPRINT_MISMATCH",
         C.FAILED_PRECONDITION,
         False,

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often failed attempts may be placed anew, and whom they are put down to.
+
+What may be retried at all is the state machine's decision: only what can give no token twice. On top of it stands a budget,
+so that failures that nothing cures do not multiply the load: each request pays ``retry_ratio`` of a retry in, at most
+``retry_burst`` are kept, and each attempt that a worker failed costs one. Without budget a request that has no token yet fails with
+its cause at once.
+
+These cost nothing, or the budget would cost answers: refusals for lack of room and by workers that leave, which ran nowhere; and a
+worker that is lost, whose requests are lost with it once. An answer of which the client has tokens goes on even without budget, and
+takes it below zero, down to ``-retry_burst``.
+"""
+
+from twinpool import metrics
+from twinpool.config import RouterSection
+from twinpool.ids import WorkerKey
+from twinpool.router.breaker import Breakers
+from twinpool.router.outcome import Outcome
+
+
+class RetryBudget:
+    """Retries that may still be made. Pure."""
+
+    def __init__(self, ratio: float, burst: float) -> None:
+        self._ratio = ratio
+        self._burst = burst
+        self.left = burst
+
+    def request(self) -> None:
+        """A request has come."""
+        self.left = min(self._burst, self.left + self._ratio)
+
+    def take(self, *, forced: bool) -> bool:
+        """Whether a retry may be made; ``forced``: it is made anyway."""
+        if self.left < 1 and not forced:
+            return False
+        self.left = max(-self._burst, self.left - 1)
+        return True
+
+
+class Retries:
+    """What the router makes of failed attempts. One a router, on the event loop alone."""
+
+    def __init__(self, config: RouterSection, breakers: Breakers) -> None:
+        self.budget = RetryBudget(config.retry_ratio, config.retry_burst)
+        self._breakers = breakers
+
+    def requested(self) -> None:
+        """A request was admitted."""
+        self.budget.request()
+        metrics.ROUTER_RETRY_BUDGET.set(self.budget.left)
+
+    def handed_off(self, prefill: WorkerKey, decode: WorkerKey) -> None:
+        """Both workers have done what may go wrong between them."""
+        self._breakers.succeeded(prefill, decode)
+
+    def failed(self, outcome: Outcome, prefill: WorkerKey, decode: WorkerKey) -> None:
+        """An attempt has failed; breakers learn from it."""
+        if outcome.blames_pair and prefill != decode:
+            self._breakers.failed(prefill, decode)
+            self._breakers.failed(decode, prefill)
+            return
+        said_by_prefill = outcome.worker == prefill.name
+        if outcome.blames_worker:
+            self._breakers.failed(prefill if said_by_prefill else decode)
+        elif outcome.blames_peer and prefill != decode:
+            # One that cannot be reached by one peer may be well: see the number of peers.
+            blamed, by = (decode, prefill) if said_by_prefill else (prefill, decode)
+            self._breakers.failed(blamed, by)
+
+    def allows(self, outcome: Outcome, delivered: bool) -> bool:
+        """Whether the state machine's wish to place the request anew is granted."""
+        if not outcome.costs_budget:
+            return True
+        granted = self.budget.take(forced=delivered)
+        metrics.ROUTER_RETRY_BUDGET.set(self.budget.left)
+        if not granted:
+            metrics.ROUTER_RETRIES_DENIED.labels(outcome.reason).inc()
+        return granted
