@@ -20,6 +20,8 @@ from twinpool.logs import get_logger
 
 # What a worker's stop takes beyond the drain of its requests.
 ACTOR_STOP_SECONDS = 15.0
+HEAD_AWAY_SECONDS = 7 * 24 * 3600
+"""How long Ray's processes wait for a head that is gone. Workers serve without it; only restarts need it."""
 ROLES = ("prefill", "decode")
 
 log = get_logger(__name__)
@@ -57,6 +59,8 @@ class RayPools:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray runs its workers at niceness 15: a model worker would yield to everything else on the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # A lost head ends all of Ray after a minute by default, workers that serve included.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_AWAY_SECONDS))
         import ray
 
         # Its notes on threads and tokens are for people who started Ray themselves.
@@ -90,6 +94,7 @@ class RayPools:
         for role, count in zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True):
             for index in range(count):
                 await self._run(self._create, role, f"{self._config.worker.pool}-{role}-{index}")
+        log.info("workers_launched", workers=self.names)
 
     def _create(self, role: str, name: str) -> None:
         import ray
@@ -101,12 +106,18 @@ class RayPools:
 
         worker = self._config.worker.model_copy(update={"name": name})
         text = to_yaml(self._config.model_copy(update={"worker": worker}))
-        actor = (
-            ray.remote(WorkerActor)
-            .options(name=name, num_cpus=1, max_restarts=self._config.pools.max_restarts, max_concurrency=8)
-            .remote(text, role, str(self._log_dir / f"{name}.log"))
-        )
-        self._actors[name] = actor
+        options: dict[str, Any] = {
+            "name": name,
+            "num_cpus": 1,
+            "max_restarts": self._config.pools.max_restarts,
+            "max_concurrency": 8,
+        }
+        if self._config.pools.ray_address:
+            # Ray ends what a process owns with that process. Workers of a Ray that outlives this one outlive it too, and the
+            # next one finds them by their names.
+            options |= {"lifetime": "detached", "get_if_exists": True}
+        log_file = str(self._log_dir / f"{name}.log")
+        self._actors[name] = ray.remote(WorkerActor).options(**options).remote(text, role, log_file)
 
     def check(self) -> None:
         """Raises the error of a worker that could not start. Call it while waiting for readiness."""
