@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -20,6 +21,58 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _OperationKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperationKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATION_KIND_UNSPECIFIED: _OperationKind.ValueType  # 0
+    """Not known."""
+    OPERATION_KIND_DRAIN: _OperationKind.ValueType  # 1
+    """The worker leaves and is not replaced."""
+    OPERATION_KIND_RESTART: _OperationKind.ValueType  # 2
+    """The worker leaves, and another one starts under its name."""
+
+class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
+    """What an operation does."""
+
+OPERATION_KIND_UNSPECIFIED: OperationKind.ValueType  # 0
+"""Not known."""
+OPERATION_KIND_DRAIN: OperationKind.ValueType  # 1
+"""The worker leaves and is not replaced."""
+OPERATION_KIND_RESTART: OperationKind.ValueType  # 2
+"""The worker leaves, and another one starts under its name."""
+Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
+
+class _OperationState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperationState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATION_STATE_UNSPECIFIED: _OperationState.ValueType  # 0
+    """Not known."""
+    OPERATION_STATE_RUNNING: _OperationState.ValueType  # 1
+    """Under way."""
+    OPERATION_STATE_SUCCEEDED: _OperationState.ValueType  # 2
+    """Done."""
+    OPERATION_STATE_FAILED: _OperationState.ValueType  # 3
+    """Given up; see the error."""
+
+class OperationState(_OperationState, metaclass=_OperationStateEnumTypeWrapper):
+    """Where an operation stands."""
+
+OPERATION_STATE_UNSPECIFIED: OperationState.ValueType  # 0
+"""Not known."""
+OPERATION_STATE_RUNNING: OperationState.ValueType  # 1
+"""Under way."""
+OPERATION_STATE_SUCCEEDED: OperationState.ValueType  # 2
+"""Done."""
+OPERATION_STATE_FAILED: OperationState.ValueType  # 3
+"""Given up; see the error."""
+Global___OperationState: _TypeAlias = OperationState  # noqa: Y015
 
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -56,6 +109,303 @@ WORKER_STATE_FLIPPING: WorkerState.ValueType  # 4
 WORKER_STATE_UNREADY: WorkerState.ValueType  # 5
 """Registered, but not fit for work now: a loop of it or its transfer path stands still."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
+@_typing.final
+class OperationStep(_message.Message):
+    """One step of an operation. A step that has begun is done again by a control process that comes after."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEGAN_AT_FIELD_NUMBER: _builtins.int
+    DONE_AT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"ask", "leave", "end", "start" or "ready"."""
+    @_builtins.property
+    def began_at(self) -> _timestamp_pb2.Timestamp:
+        """When it began."""
+
+    @_builtins.property
+    def done_at(self) -> _timestamp_pb2.Timestamp:
+        """When it was done; unset: it is not."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        began_at: _timestamp_pb2.Timestamp | None = ...,
+        done_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "done_at", b"done_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "done_at", b"done_at", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperationStep: _TypeAlias = OperationStep  # noqa: Y015
+
+@_typing.final
+class Operation(_message.Message):
+    """A change of the cluster that takes time, as it lies in etcd."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its name."""
+    kind: Global___OperationKind.ValueType
+    """What it does."""
+    pool: _builtins.str
+    """The worker's pool."""
+    role: _worker_pb2.Role.ValueType
+    """The worker's role."""
+    state: Global___OperationState.ValueType
+    """Where it stands."""
+    error: _builtins.str
+    """Reason and text of what it failed with."""
+    @_builtins.property
+    def worker(self) -> _worker_pb2.WorkerId:
+        """The worker that leaves."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationStep]:
+        """Steps so far, in their order."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long the worker may take to leave, from the first step on."""
+
+    @_builtins.property
+    def created_at(self) -> _timestamp_pb2.Timestamp:
+        """When it was asked for."""
+
+    @_builtins.property
+    def successor(self) -> _worker_pb2.WorkerId:
+        """The worker that has taken the place, once it is ready."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        kind: Global___OperationKind.ValueType = ...,
+        worker: _worker_pb2.WorkerId | None = ...,
+        pool: _builtins.str = ...,
+        role: _worker_pb2.Role.ValueType = ...,
+        state: Global___OperationState.ValueType = ...,
+        steps: _abc.Iterable[Global___OperationStep] | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        created_at: _timestamp_pb2.Timestamp | None = ...,
+        error: _builtins.str = ...,
+        successor: _worker_pb2.WorkerId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "error", b"error", "id", b"id", "kind", b"kind", "pool", b"pool", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Operation: _TypeAlias = Operation  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    """Asks to drain a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long it may take to leave; unset: as the worker is configured."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    """The operation that has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """Its record."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class RestartWorkerRequest(_message.Message):
+    """Asks to restart a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long it may take to leave; unset: as the worker is configured."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkerRequest: _TypeAlias = RestartWorkerRequest  # noqa: Y015
+
+@_typing.final
+class RestartWorkerResponse(_message.Message):
+    """The operation that has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """Its record."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkerResponse: _TypeAlias = RestartWorkerResponse  # noqa: Y015
+
+@_typing.final
+class GetOperationRequest(_message.Message):
+    """Asks for an operation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOperationRequest: _TypeAlias = GetOperationRequest  # noqa: Y015
+
+@_typing.final
+class GetOperationResponse(_message.Message):
+    """The operation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """Its record."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOperationResponse: _TypeAlias = GetOperationResponse  # noqa: Y015
+
+@_typing.final
+class ListOperationsRequest(_message.Message):
+    """Asks for the operations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsRequest: _TypeAlias = ListOperationsRequest  # noqa: Y015
+
+@_typing.final
+class ListOperationsResponse(_message.Message):
+    """The operations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
+        """The newest first."""
+
+    def __init__(
+        self,
+        *,
+        operations: _abc.Iterable[Global___Operation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsResponse: _TypeAlias = ListOperationsResponse  # noqa: Y015
 
 @_typing.final
 class WorkerRecord(_message.Message):

@@ -40,6 +40,26 @@ class ControlServiceStub:
                 request_serializer=twinpool_dot_v1_dot_control__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_control__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/twinpool.v1.ControlService/DrainWorker',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.RestartWorker = channel.unary_unary(
+                '/twinpool.v1.ControlService/RestartWorker',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerResponse.FromString,
+                _registered_method=True)
+        self.GetOperation = channel.unary_unary(
+                '/twinpool.v1.ControlService/GetOperation',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.GetOperationRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.GetOperationResponse.FromString,
+                _registered_method=True)
+        self.ListOperations = channel.unary_unary(
+                '/twinpool.v1.ControlService/ListOperations',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.ListOperationsRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.ListOperationsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -53,6 +73,34 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Begins to take a worker out for good. Returns once that is recorded; see GetOperation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartWorker(self, request, context):
+        """Begins to drain a worker and to start another one under its name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOperation(self, request, context):
+        """How far an operation is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOperations(self, request, context):
+        """The operations that are known, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +108,26 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=twinpool_dot_v1_dot_control__pb2.ListWorkersRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_control__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'RestartWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartWorker,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerResponse.SerializeToString,
+            ),
+            'GetOperation': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOperation,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.GetOperationRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.GetOperationResponse.SerializeToString,
+            ),
+            'ListOperations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperations,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.ListOperationsRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.ListOperationsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +158,114 @@ class ControlService:
             '/twinpool.v1.ControlService/ListWorkers',
             twinpool_dot_v1_dot_control__pb2.ListWorkersRequest.SerializeToString,
             twinpool_dot_v1_dot_control__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/DrainWorker',
+            twinpool_dot_v1_dot_control__pb2.DrainWorkerRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/RestartWorker',
+            twinpool_dot_v1_dot_control__pb2.RestartWorkerRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.RestartWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOperation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/GetOperation',
+            twinpool_dot_v1_dot_control__pb2.GetOperationRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.GetOperationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOperations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/ListOperations',
+            twinpool_dot_v1_dot_control__pb2.ListOperationsRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.ListOperationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

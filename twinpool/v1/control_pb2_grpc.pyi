@@ -35,6 +35,14 @@ class ControlServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ControlServiceAsyncStub: ...
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListWorkersRequest, _control_pb2.ListWorkersResponse]
     """Lists the workers that etcd knows."""
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerResponse]
+    """Begins to take a worker out for good. Returns once that is recorded; see GetOperation."""
+    RestartWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.RestartWorkerRequest, _control_pb2.RestartWorkerResponse]
+    """Begins to drain a worker and to start another one under its name."""
+    GetOperation: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetOperationRequest, _control_pb2.GetOperationResponse]
+    """How far an operation is."""
+    ListOperations: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]
+    """The operations that are known, the newest first."""
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -43,6 +51,14 @@ class ControlServiceAsyncStub(ControlServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListWorkers: _aio.UnaryUnaryMultiCallable[_control_pb2.ListWorkersRequest, _control_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers that etcd knows."""
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Begins to take a worker out for good. Returns once that is recorded; see GetOperation."""
+    RestartWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.RestartWorkerRequest, _control_pb2.RestartWorkerResponse]  # type: ignore[assignment]
+    """Begins to drain a worker and to start another one under its name."""
+    GetOperation: _aio.UnaryUnaryMultiCallable[_control_pb2.GetOperationRequest, _control_pb2.GetOperationResponse]  # type: ignore[assignment]
+    """How far an operation is."""
+    ListOperations: _aio.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]  # type: ignore[assignment]
+    """The operations that are known, the newest first."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call. The control process serves it."""
@@ -54,5 +70,37 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListWorkersResponse, _abc.Awaitable[_control_pb2.ListWorkersResponse]]:
         """Lists the workers that etcd knows."""
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _control_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DrainWorkerResponse, _abc.Awaitable[_control_pb2.DrainWorkerResponse]]:
+        """Begins to take a worker out for good. Returns once that is recorded; see GetOperation."""
+
+    @_abc_1.abstractmethod
+    def RestartWorker(
+        self,
+        request: _control_pb2.RestartWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RestartWorkerResponse, _abc.Awaitable[_control_pb2.RestartWorkerResponse]]:
+        """Begins to drain a worker and to start another one under its name."""
+
+    @_abc_1.abstractmethod
+    def GetOperation(
+        self,
+        request: _control_pb2.GetOperationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetOperationResponse, _abc.Awaitable[_control_pb2.GetOperationResponse]]:
+        """How far an operation is."""
+
+    @_abc_1.abstractmethod
+    def ListOperations(
+        self,
+        request: _control_pb2.ListOperationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListOperationsResponse, _abc.Awaitable[_control_pb2.ListOperationsResponse]]:
+        """The operations that are known, the newest first."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

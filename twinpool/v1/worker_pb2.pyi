@@ -1148,3 +1148,146 @@ class TakeOverResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeOverResponse: _TypeAlias = TakeOverResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Asks a worker to leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___WorkerId:
+        """The worker that is meant; another incarnation refuses."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long requests may take; unset: as configured."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___WorkerId | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """The worker leaves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class PrefixChain(_message.Message):
+    """The beginning of prompts, as hashes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    ROOT_HASH_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    """16 bytes for each full block, in order."""
+    root_hash: _builtins.bytes
+    """Root of the hash chain: 16 bytes."""
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+        root_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "root_hash", b"root_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChain: _TypeAlias = PrefixChain  # noqa: Y015
+
+@_typing.final
+class TakePrefixesRequest(_message.Message):
+    """Offers prefixes to a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    CHAINS_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """Where its HandoffService listens."""
+    @_builtins.property
+    def owner(self) -> Global___WorkerId:
+        """Who holds them."""
+
+    @_builtins.property
+    def chains(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixChain]:
+        """The prefixes, the most used first."""
+
+    @_builtins.property
+    def deadline(self) -> _duration_pb2.Duration:
+        """How long the pulls may take altogether; what is left then is left out."""
+
+    def __init__(
+        self,
+        *,
+        owner: Global___WorkerId | None = ...,
+        endpoint: _builtins.str = ...,
+        chains: _abc.Iterable[Global___PrefixChain] | None = ...,
+        deadline: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "deadline", b"deadline", "endpoint", b"endpoint", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakePrefixesRequest: _TypeAlias = TakePrefixesRequest  # noqa: Y015
+
+@_typing.final
+class TakePrefixesResponse(_message.Message):
+    """What was pulled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHAINS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    chains: _builtins.int
+    """Prefixes that are in the cache now."""
+    blocks: _builtins.int
+    """Blocks that were pulled for them."""
+    bytes: _builtins.int
+    """Bytes that were pulled."""
+    def __init__(
+        self,
+        *,
+        chains: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "chains", b"chains"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakePrefixesResponse: _TypeAlias = TakePrefixesResponse  # noqa: Y015

@@ -45,6 +45,16 @@ class WorkerServiceStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/twinpool.v1.WorkerService/Drain',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.TakePrefixes = channel.unary_unary(
+                '/twinpool.v1.WorkerService/TakePrefixes',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesResponse.FromString,
+                _registered_method=True)
         self.TakeOver = channel.unary_unary(
                 '/twinpool.v1.WorkerService/TakeOver',
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.SerializeToString,
@@ -71,6 +81,20 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakePrefixes(self, request, context):
+        """Pulls prefixes that another worker holds into the own cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TakeOver(self, request, context):
         """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
         it that still runs here ends.
@@ -91,6 +115,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.InspectRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.InspectResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'TakePrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakePrefixes,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesResponse.SerializeToString,
             ),
             'TakeOver': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeOver,
@@ -153,6 +187,60 @@ class WorkerService:
             '/twinpool.v1.WorkerService/Inspect',
             twinpool_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/Drain',
+            twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakePrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/TakePrefixes',
+            twinpool_dot_v1_dot_worker__pb2.TakePrefixesRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.TakePrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class WorkerServiceStub:
     """
     Inspect: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectResponse]
     """The worker's counts, for operators and for the quiescence check."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+    TakePrefixes: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]
+    """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]
     """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
     it that still runs here ends.
@@ -55,6 +59,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Inspect: _aio.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectResponse]  # type: ignore[assignment]
     """The worker's counts, for operators and for the quiescence check."""
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+    TakePrefixes: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]  # type: ignore[assignment]
+    """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]  # type: ignore[assignment]
     """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
     it that still runs here ends.
@@ -80,6 +88,22 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.InspectResponse, _abc.Awaitable[_worker_pb2.InspectResponse]]:
         """The worker's counts, for operators and for the quiescence check."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
+        """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+
+    @_abc_1.abstractmethod
+    def TakePrefixes(
+        self,
+        request: _worker_pb2.TakePrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.TakePrefixesResponse, _abc.Awaitable[_worker_pb2.TakePrefixesResponse]]:
+        """Pulls prefixes that another worker holds into the own cache."""
 
     @_abc_1.abstractmethod
     def TakeOver(
