@@ -5,9 +5,7 @@ A caller is known by an API key, of which the file holds the SHA-256, or by a na
 nobody else is served, and what a request itself says of its tenant counts for nothing.
 """
 
-import hashlib
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.logs import get_logger
+from twinpool.rpc import digest_of
 
 log = get_logger(__name__)
 
-KEY_PREFIX: Final = "tp-"
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _BEARER: Final = "bearer "
 _SECTION: Final = "router.tenants_file"
@@ -84,17 +82,6 @@ def key_of(headers: Mapping[str, str]) -> str:
     if given.lower().startswith(_BEARER):
         return given[len(_BEARER) :].strip()
     return headers.get("x-api-key", "")
-
-
-def new_key() -> tuple[str, str]:
-    """A new API key, and what the file is to hold of it."""
-    key = KEY_PREFIX + secrets.token_urlsafe(32)
-    return key, digest_of(key)
-
-
-def digest_of(key: str) -> str:
-    """What the file holds of a key. Keys are random, so that no salt or slow hash is needed."""
-    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_tenants(path: str) -> list[Tenant]:

@@ -49,7 +49,7 @@ class TokenizeHop:
 
     async def load(self, path: str) -> Tokenizer:
         """The tokenizer of a checkpoint's directory. Raises TokenizerLoadError."""
-        return await self.run(_load, path)
+        return await self.run(_load, path, self._limits.chat_template or None)
 
     def show(self) -> None:
         """Sets the gauges of the cache."""
@@ -109,7 +109,7 @@ class TokenizeHop:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
 
-def _load(path: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_pretrained(path)
+def _load(path: str, chat_template: str | None) -> Tokenizer:
+    tokenizer = Tokenizer.from_pretrained(path, chat_template=chat_template)
     tokenizer.prepare()
     return tokenizer

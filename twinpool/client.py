@@ -11,8 +11,8 @@ import grpc
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import from_rpc_error
 from twinpool.rpc import channel
+from twinpool.v1 import chat_pb2, chat_pb2_grpc, inference_pb2_grpc
 from twinpool.v1 import inference_pb2 as pb
-from twinpool.v1 import inference_pb2_grpc
 
 Turn = tuple[str, str]  # (role, content)
 
@@ -93,10 +93,14 @@ def request(
 class Client:
     """One channel to a router. Errors of the server are raised as TwinpoolError with the server's reason."""
 
-    def __init__(self, endpoint: str, rpc: RpcConfig | None = None, tls: TlsConfig | None = None) -> None:
+    def __init__(
+        self, endpoint: str, rpc: RpcConfig | None = None, tls: TlsConfig | None = None, *, key: str = ""
+    ) -> None:
+        """``key``: the API key that every call shows."""
         self.endpoint = endpoint
-        self._channel = channel(endpoint, rpc or RpcConfig(), tls)
+        self._channel = channel(endpoint, rpc or RpcConfig(), tls, key=key)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._chats = chat_pb2_grpc.ChatServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,6 +121,19 @@ class Client:
         ``traceparent`` is the W3C trace context of the caller's span."""
         metadata = (("traceparent", traceparent),) if traceparent else None
         call = self._stub.Generate(message, timeout=timeout, metadata=metadata)
+        try:
+            async for event in call:
+                yield event
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def chat(
+        self, message: chat_pb2.ChatRequest, *, timeout: float | None = None
+    ) -> AsyncIterator[chat_pb2.ChatResponse]:
+        """Yields the events of a conversation's next turn. Leaving the loop early cancels it. ``timeout`` in seconds."""
+        call = self._chats.Chat(message, timeout=timeout)
         try:
             async for event in call:
                 yield event

@@ -109,7 +109,7 @@ class ClusterClient:
     """Several routers as one. Errors are raised as TwinpoolError. One event loop; any number of answers at once.
 
     ``hang_seconds``: a stream that brings nothing for so long is taken for lost, and resumed elsewhere; None: never, since a
-    queue or a long prompt may take its time.
+    queue or a long prompt may take its time. ``key``: the API key that every call shows.
     """
 
     def __init__(
@@ -120,12 +120,14 @@ class ClusterClient:
         *,
         policy: RetryPolicy | None = None,
         hang_seconds: float | None = None,
+        key: str = "",
     ) -> None:
         self.policy = policy or RetryPolicy()
         self.retries = 0
         self.resumes = 0
         self._rpc = rpc or RpcConfig()
         self._tls = tls
+        self._key = key
         self._hang = hang_seconds
         self._breakers = Breakers(endpoints)
         self._budget = RetryBudget(self.policy.ratio, self.policy.min_per_second)
@@ -249,7 +251,7 @@ class ClusterClient:
 
     def _stub(self, endpoint: str) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         if endpoint not in self._channels:
-            self._channels[endpoint] = channel(endpoint, self._rpc, self._tls)
+            self._channels[endpoint] = channel(endpoint, self._rpc, self._tls, key=self._key)
         return inference_pb2_grpc.InferenceServiceStub(self._channels[endpoint])
 
     # --- between two calls ----------------------------------------------------------------

@@ -14,6 +14,7 @@ from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
 from twinpool.control.cli.generate import chat, generate
 from twinpool.control.cli.kernels import kernels_command
+from twinpool.control.cli.key import key_command
 from twinpool.control.cli.replay import replay_command
 from twinpool.control.cli.simulate import simulate_command
 from twinpool.control.cli.trace import trace_command
@@ -39,6 +40,7 @@ app.add_typer(core.app, name="core")
 app.command(name="replay")(replay_command)
 app.command(name="simulate")(simulate_command)
 app.command()(doctor)
+app.command(name="key")(key_command)
 app.command(name="kernels")(kernels_command)
 
 

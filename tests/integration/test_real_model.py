@@ -2,6 +2,9 @@
 """A real small model through the whole cluster: the latent path, and the plain GQA path, both equal to ``transformers``."""
 
 import asyncio
+import itertools
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +38,7 @@ FORMS = [
 ]
 PROMPTS = [form.format(subject) for subject in SUBJECTS for form in FORMS]
 MAX_TOKENS = 6
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +86,43 @@ async def test_it_knows_paris(cluster: Cluster) -> None:
     assert "Paris" in answer.texts[0]
     assert answer.finished.handoff.bytes > 0
     await cluster.assert_quiescent()
+
+
+@pytest.fixture(scope="module")
+def agent_cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The model's own template shows no tools, so it gets another one."""
+    settings = {
+        "kv.num_blocks": 512,
+        "router.http_port": 0,
+        "router.chat_template": str(EXAMPLE / "chatml_tools.jinja"),
+    }
+    with running_cluster(tmp_path_factory.mktemp("agent"), smollm2, settings) as running:
+        yield running
+
+
+@pytest.mark.parametrize("way", ["--http", "--grpc"])
+async def test_the_agent_of_the_examples(agent_cluster: Cluster, way: str) -> None:
+    """It plans, calls two tools and answers; each turn finds what the turns before it have computed."""
+    state = agent_cluster.state
+    address = state.http_endpoints[0] if way == "--http" else state.router_endpoints[0]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(EXAMPLE / "agent.py"), way, address, "--question", f"To Bern by {way}?",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    printed, complaints = await asyncio.wait_for(process.communicate(), 300)
+    assert process.returncode == 0, complaints.decode()
+    turns = [
+        re.fullmatch(r" *(\d+) ms +(\d+) of +(\d+) cached  (.*)", line)
+        for line in printed.decode().splitlines()
+    ]
+    assert len(turns) == 3
+    found = [turn for turn in turns if turn is not None]
+    assert len(found) == 3, printed
+    assert found[0].group(4).startswith("weather(")
+    assert found[1].group(4).startswith("trains(")
+    cached, prompts = ([int(turn.group(part)) for turn in found] for part in (2, 3))
+    assert cached[0] < cached[1] < cached[2], "what is cached grows with the conversation"
+    for before, now in itertools.pairwise(zip(cached, prompts, strict=True)):
+        # The opening of a call that must be made ends a prompt, and is no beginning of the next one.
+        assert now[0] >= before[1] - 3 * 16
+    await agent_cluster.assert_quiescent()

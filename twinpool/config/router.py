@@ -83,6 +83,11 @@ class RouterSection(Section):
     max_chat_messages: int = Field(
         default=4096, ge=1, le=1 << 20, description="Most turns of a conversation."
     )
+    chat_template: str = Field(
+        default="",
+        max_length=4096,
+        description="File with a chat template that takes the place of the models' own; empty: theirs.",
+    )
     call_format: str = Field(
         default="",
         max_length=64,
@@ -211,7 +216,7 @@ class RouterSection(Section):
         default=5.0,
         gt=0,
         le=3600,
-        description="How long it gets none before one request may prove it, in seconds; twice as long each time that fails, at most 16 times.",
+        description="How long it gets none before one request may prove it, in seconds; twice that each time it fails, at most 16 times.",
     )
     max_refusals: int = Field(
         default=64,

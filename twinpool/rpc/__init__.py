@@ -3,6 +3,7 @@
 
 from twinpool.rpc.client import channel, wait_ready
 from twinpool.rpc.deadline import Deadline
+from twinpool.rpc.keys import digest_of, new_key
 from twinpool.rpc.options import client_options, join_address, server_options
 from twinpool.rpc.run import run, stop_event
 from twinpool.rpc.server import LIVE, Server
@@ -15,7 +16,9 @@ __all__ = [
     "Server",
     "channel",
     "client_options",
+    "digest_of",
     "join_address",
+    "new_key",
     "run",
     "server_options",
     "stop_event",

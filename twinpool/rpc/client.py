@@ -10,14 +10,20 @@ import grpc.aio
 
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError
+from twinpool.rpc.keys import key_interceptors
 from twinpool.rpc.options import client_options
 from twinpool.rpc.tls import channel_credentials
 
 
 def channel(
-    target: str, config: RpcConfig, tls: TlsConfig | None = None, *, max_message_bytes: int | None = None
+    target: str,
+    config: RpcConfig,
+    tls: TlsConfig | None = None,
+    *,
+    max_message_bytes: int | None = None,
+    key: str = "",
 ) -> grpc.aio.Channel:
-    """A channel to ``target`` (host:port). It connects on first use. The caller closes it.
+    """A channel to ``target`` (host:port), whose calls show the API key ``key``. It connects on first use. The caller closes it.
 
     Raises ConfigError if TLS is on and a file cannot be used.
     """
@@ -28,8 +34,10 @@ def channel(
         server_name=tls.server_name if tls is not None and secured else "",
     )
     if tls is not None and secured:
-        return grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
-    return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(
+            target, channel_credentials(tls), options=options, interceptors=key_interceptors(key)
+        )
+    return grpc.aio.insecure_channel(target, options=options, interceptors=key_interceptors(key))
 
 
 async def wait_ready(connection: grpc.aio.Channel, target: str, timeout_seconds: float) -> None:

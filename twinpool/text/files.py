@@ -2,7 +2,8 @@
 """Reads the small files around a tokenizer.json, in all the forms that published checkpoints have."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,19 @@ TokenizerConfig = Mapping[str, Any]
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@contextmanager
+def loading(path: Path | str) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a TokenizerLoadError that names ``path``: files come from people whom the operator may
+    not know, and may be wrong in any way."""
+    try:
+        yield
+    except (TokenizerLoadError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        # The library raises a bare Exception for what it can't parse, and a BaseException where its own code panics.
+        raise TokenizerLoadError(f"{path}: {type(error).__name__}: {str(error)[:500]}") from error
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -79,6 +93,14 @@ def read_special_flags(config: TokenizerConfig, special_tokens: Mapping[str, str
     return [token for token in found if token is not None]
 
 
+def read_template(path: Path) -> dict[str, str]:
+    """A template in a file of its own, as the only one."""
+    try:
+        return {"default": path.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerLoadError(f"{path}: {error}") from error
+
+
 def read_chat_templates(root: Path, config: TokenizerConfig) -> dict[str, str]:
     """Templates by name. Files go before tokenizer_config.json; {} if the model has none."""
     templates: dict[str, str] = {}
@@ -86,10 +108,7 @@ def read_chat_templates(root: Path, config: TokenizerConfig) -> dict[str, str]:
     paths.update({path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))})
     for name, path in paths.items():
         if path.is_file():
-            try:
-                templates[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise TokenizerLoadError(f"{path}: {error}") from error
+            templates[name] = read_template(path)["default"]
     if templates:
         return templates
     value = config.get("chat_template")

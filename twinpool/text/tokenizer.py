@@ -22,12 +22,14 @@ from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
 from twinpool.text.fast import FastEncoder, fast_encoder
 from twinpool.text.files import (
     TokenizerConfig,
+    loading,
     read_added_tokens,
     read_chat_templates,
     read_eos_ids,
     read_json,
     read_special_flags,
     read_special_tokens,
+    read_template,
 )
 
 Around = tuple[tuple[int, ...], tuple[int, ...]]
@@ -60,16 +62,24 @@ class Tokenizer:
         self.around: Around | None = None
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> "Tokenizer":
-        """Reads a checkpoint's directory. Raises TokenizerLoadError, which names the file at fault."""
+    def from_pretrained(
+        cls, directory: str | Path, *, chat_template: str | Path | None = None
+    ) -> "Tokenizer":
+        """Reads a checkpoint's directory. ``chat_template``: a file that takes the place of the checkpoint's own templates.
+
+        Raises TokenizerLoadError, which names the file at fault.
+        """
         root = Path(directory)
+        with loading(root):
+            return cls._read(root, chat_template)
+
+    @classmethod
+    def _read(cls, root: Path, chat_template: str | Path | None) -> "Tokenizer":
         path = root / "tokenizer.json"
         if not path.is_file():
             raise TokenizerLoadError(f"{path}: missing; a checkpoint needs its tokenizer in this format")
-        try:
+        with loading(path):
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for all that it can't parse
-            raise TokenizerLoadError(f"{path}: {error}") from error
         backend.no_truncation()
         backend.no_padding()
         config = read_json(root / "tokenizer_config.json", optional=True)
@@ -82,7 +92,9 @@ class Tokenizer:
             return cls(
                 backend,
                 special_tokens=special_tokens,
-                chat_templates=read_chat_templates(root, config),
+                chat_templates=read_chat_templates(root, config)
+                if chat_template is None
+                else read_template(Path(chat_template)),
                 eos_token_ids=eos,
             )
         except TokenizerLoadError as error:
@@ -112,12 +124,16 @@ class Tokenizer:
         return "default" in self._templates
 
     def prepare(self) -> None:
-        """Looks for what makes it faster, and tries that it changes nothing. Takes a fraction of a second; idempotent."""
-        self.around = _around(self._backend)
-        self._fast = fast_encoder(
-            self._backend, lambda texts: [ids.tolist() for ids in self._encode_parts(texts)]
-        )
-        self.boundaries = Boundaries.of(self._backend, self.encode_parts)
+        """Looks for what makes it faster, and tries that it changes nothing. Takes a fraction of a second; idempotent.
+
+        Raises TokenizerLoadError if it fails at plain texts.
+        """
+        with loading("the tokenizer"):
+            self.around = _around(self._backend)
+            self._fast = fast_encoder(
+                self._backend, lambda texts: [ids.tolist() for ids in self._encode_parts(texts)]
+            )
+            self.boundaries = Boundaries.of(self._backend, self.encode_parts)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> NDArray[np.int32]:
         """Token ids of ``text``, by default with the special tokens that the tokenizer adds around a text."""

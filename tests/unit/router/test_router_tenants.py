@@ -17,8 +17,11 @@ from openai import AsyncOpenAI
 from tests.support.chat_world import chat_cluster, write_chat_model
 from tests.support.fake_cluster import FakeCluster, collect, generate, prompt
 from tests.support.waiting import until
+from twinpool.client import Client, request
+from twinpool.cluster_client import ClusterClient
 from twinpool.errors import ConfigError, TwinpoolError
-from twinpool.router.tenants import Caller, Tenants, digest_of, new_key, read_tenants
+from twinpool.router.tenants import Caller, Tenants, read_tenants
+from twinpool.rpc import digest_of, new_key
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import inference_pb2_grpc
 
@@ -152,6 +155,19 @@ async def test_only_tenants_are_served_and_each_as_itself(model: Path, tmp_path:
             async for _ in cluster.stub.Resume(pb.ResumeRequest(token=b"x")):
                 pass
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_our_own_clients_show_a_key(model: Path, tmp_path: Path) -> None:
+    async with guarded(model, tmp_path, red()) as cluster:
+        endpoint = cluster.router.endpoint
+        async with Client(endpoint, key=RED) as client:
+            assert [found.name for found in await client.models()] == ["fake"]
+            assert (await client.complete(request("x", max_tokens=9))).texts == ["abc"]
+        async with ClusterClient([endpoint], key=RED) as client:
+            assert (await client.complete(request("x", max_tokens=9))).texts == ["abc"]
+        async with Client(endpoint) as client:
+            with pytest.raises(TwinpoolError, match="UNAUTHENTICATED"):
+                await client.models()
 
 
 async def test_over_http(model: Path, tmp_path: Path) -> None:
