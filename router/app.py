@@ -92,6 +92,7 @@ class Router:
             self.fleet.connect,
             self.fleet.decode_endpoints,
             config.router.takeover_timeout_seconds,
+            self.seal,
         )
         takeover = TakeOver(self.kept, self.others, self.models)
         streams = Streams(self.kept, takeover, self.seal, config.router)
@@ -118,6 +119,7 @@ class Router:
         return RouterPeer(
             self.kept,
             takeover.claimed,
+            self.seal,
             self.name,
             self.incarnation,
             self.fleet,

@@ -18,6 +18,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.errors.table import TABLE
 from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
+from twinpool.router.resume_token import TokenSeal
 from twinpool.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twinpool.v1.control_pb2 import RouterRecord
 from twinpool.v1.resume_pb2 import PortableState
@@ -60,11 +61,13 @@ class OtherRouters:
         connect: Callable[[str], grpc.aio.Channel],
         workers: Callable[[], list[str]],
         timeout_seconds: float,
+        seal: TokenSeal,
     ) -> None:
         self._own = (name, incarnation)
         self._connect = connect
         self._workers = workers
         self._timeout = timeout_seconds
+        self._seal = seal
         self._routers: dict[str, RouterRecord] = {}
         self._muted: dict[str, float] = {}
 
@@ -97,6 +100,7 @@ class OtherRouters:
         request = router_pb2.HandOverRequest(
             stream_id=stream_id, key=key, digest=digest, forget=forget, asker=self._own[0]
         )
+        self._seal.sign(request)
         found = Found(source="router")
 
         async def ask(record: RouterRecord) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from twinpool.router.inspection import Context, RouterInspection
 from twinpool.router.kept import Kept, KeptBook
+from twinpool.router.resume_token import TokenSeal
 from twinpool.v1 import router_pb2 as pb
 from twinpool.v1.resume_pb2 import PortableState
 
@@ -14,16 +15,23 @@ class RouterPeer(RouterInspection):
     """Serves HandOver as well."""
 
     def __init__(
-        self, book: KeptBook, claimed: Callable[[bytes], bool], *inspected: Any, **limits: Any
+        self,
+        book: KeptBook,
+        claimed: Callable[[bytes], bool],
+        seal: TokenSeal,
+        *inspected: Any,
+        **limits: Any,
     ) -> None:
         """``claimed``: whether a request with an idempotency key is about to start. ``inspected`` and ``limits``: see
         ``RouterInspection``."""
         super().__init__(*inspected, **limits)
         self._book = book
         self._claimed = claimed
+        self._seal = seal
 
     async def HandOver(self, request: pb.HandOverRequest, context: Context) -> pb.HandOverResponse:
         """See the protocol."""
+        self._seal.check(request)
         kept = self._find(request)
         if kept is None:
             return pb.HandOverResponse(pending=bool(request.key) and self._claimed(request.key))

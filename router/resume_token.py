@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.store import Keys, Store
 from twinpool.v1.resume_pb2 import ResumeTicket
+from twinpool.v1.router_pb2 import HandOverRequest
 
 KEY_BYTES: Final = 32
 MIN_KEY_BYTES: Final = 16
@@ -40,6 +41,20 @@ class TokenSeal:
         """The token for a client."""
         body = _VERSION + ticket.SerializeToString()
         return body + _mac(self._keys[0], body)
+
+    def sign(self, request: HandOverRequest) -> None:
+        """Shows that a router of this cluster asks."""
+        request.ClearField("seal")
+        request.seal = _mac(self._keys[0], request.SerializeToString(deterministic=True))
+
+    def check(self, request: HandOverRequest) -> None:
+        """Raises PERMISSION_DENIED unless a router of this cluster asks."""
+        plain = HandOverRequest()
+        plain.CopyFrom(request)
+        plain.ClearField("seal")
+        body = plain.SerializeToString(deterministic=True)
+        if not any([hmac.compare_digest(request.seal, _mac(key, body)) for key in self._keys]):
+            raise TwinpoolError("PERMISSION_DENIED", "only a router of this cluster may ask for an answer")
 
     def open(self, token: bytes, tenant: str) -> ResumeTicket:
         """What a token says. Raises RESUME_TOKEN_INVALID, or PERMISSION_DENIED if it is another tenant's."""

@@ -799,6 +799,7 @@ class HandOverRequest(_message.Message):
     FORGET_FIELD_NUMBER: _builtins.int
     ASKER_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    SEAL_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream; empty: it is asked for by key."""
     key: _builtins.bytes
@@ -809,6 +810,8 @@ class HandOverRequest(_message.Message):
     """The router that asks."""
     digest: _builtins.bytes
     """With a key: digest of the request. An answer of another request is not handed over."""
+    seal: _builtins.bytes
+    """HMAC-SHA256 over this message without this field, by the key that seals resume tokens: prompts go to routers alone."""
     def __init__(
         self,
         *,
@@ -817,10 +820,11 @@ class HandOverRequest(_message.Message):
         forget: _builtins.bool = ...,
         asker: _builtins.str = ...,
         digest: _builtins.bytes = ...,
+        seal: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "digest", b"digest", "forget", b"forget", "key", b"key", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "digest", b"digest", "forget", b"forget", "key", b"key", "seal", b"seal", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

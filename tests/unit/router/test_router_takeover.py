@@ -11,7 +11,9 @@ from tests.support.fake_cluster import generate, prompt
 from tests.support.fake_pair import FakePair, Stream, fake_pair, whole
 from tests.support.fake_worker import FIRST_TOKEN, Script
 from tests.support.waiting import until
+from twinpool.router.resume_token import TokenSeal
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import router_pb2, router_pb2_grpc
 
 
 def expected(tokens: int, choice: int = 0) -> list[int]:
@@ -281,3 +283,26 @@ async def test_a_router_that_stops_sends_its_streams_to_the_others(model_path: P
         assert whole(stream, again)[0] == expected(60)
         await stopping
         await pair.assert_quiescent()
+
+
+async def test_only_routers_of_the_cluster_are_told_a_prompt(model_path: Path) -> None:
+    async with fake_pair(model_path, script=Script(step_seconds=0.01)) as pair:
+        stream = pair.generate(pair.one, resumable())
+        await stream.has(3)
+        (stream_id,) = pair.one.router.kept._kept
+        stub = router_pb2_grpc.RouterServiceStub(pair.one.channel)
+        request = router_pb2.HandOverRequest(stream_id=stream_id)
+        stranger = TokenSeal()
+        for sign in (lambda _: None, stranger.sign):
+            sign(request)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.HandOver(request)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        pair.other.router.seal.sign(request)
+        changed = router_pb2.HandOverRequest()
+        changed.CopyFrom(request)
+        changed.stream_id = "another"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.HandOver(changed)
+        assert (await stub.HandOver(request)).HasField("state")
+        assert (await stream.ended()).reason == "STREAM_SUPERSEDED"
