@@ -128,10 +128,14 @@ class Masks:
         self._rows = rows
         self._mask = mask
 
+    def wait(self) -> NDArray[np.int32]:
+        """The masks, packed: a bit a token, a row a choice that has a grammar."""
+        return self._mask.result()
+
     def apply(self, logits: Tensor) -> None:
         """Makes impossible what may not come, in place on ``logits[m, vocab]``; a row where nothing may come has no finite
         logit."""
-        words = torch.from_numpy(self._mask.result()).to(logits.device, non_blocking=True)
+        words = torch.from_numpy(self.wait()).to(logits.device, non_blocking=True)
         bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
         allowed = ((words[:, :, None] >> bits) & 1).view(len(self._rows), -1)[:, : logits.shape[1]]
         if len(self._rows) == len(logits):
