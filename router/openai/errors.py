@@ -62,8 +62,10 @@ def headers_of(error: TwinpoolError) -> dict[str, str]:
 
 def refusal(error: ValidationError) -> TwinpoolError:
     """The first fault of a body. Names the field; never quotes the value, which may be a prompt."""
-    # Of a field that may have several forms, pydantic lists what is wrong for each: the deepest fault is the likeliest meant.
-    fault = max(error.errors(include_url=False, include_input=False), key=lambda fault: len(fault["loc"]))
+    # Of a field that may have several forms, pydantic lists what is wrong for each: the deepest fault is the likeliest meant. What
+    # follows from an unknown kind of thing is less telling than the kind.
+    faults = error.errors(include_url=False, include_input=False)
+    fault = max(faults, key=lambda fault: (len(fault["loc"]), fault["type"] == "literal_error"))
     field = _path(fault["loc"])
     if fault["type"] in _UNKNOWN:
         return TwinpoolError("UNSUPPORTED_FIELD", f"{field} is not supported", field=field)

@@ -22,6 +22,8 @@ from twinpool.router.openai.chats import ChatCompletion
 from twinpool.router.openai.completions import Completion
 from twinpool.router.openai.errors import body_of, headers_of, parse_object, refusal, status_of
 from twinpool.router.openai.fields import Body
+from twinpool.router.openai.response_request import ResponseRequest
+from twinpool.router.openai.response_shape import ResponseShape
 from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
 from twinpool.router.openai.texts import TextShape
 from twinpool.router.tenants import Caller, key_of
@@ -60,7 +62,8 @@ class Backend(Protocol):
 
 
 class HttpServer:
-    """Serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``, ``/live`` and ``/metrics``."""
+    """Serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/responses``, ``/v1/models``, ``/health``, ``/live`` and
+    ``/metrics``."""
 
     def __init__(self, config: TwinpoolConfig, backend: Backend) -> None:
         """Raises ConfigError for TLS files that do not fit."""
@@ -74,6 +77,7 @@ class HttpServer:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._complete),
+                web.post("/v1/responses", self._respond),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._health),
@@ -156,6 +160,23 @@ class HttpServer:
         await _all(one, len(asked))
         return _json(shape.whole())
 
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, ResponseRequest)
+        asked, shape = body.request(), ResponseShape(body)
+        if not body.stream:
+
+            async def gather(event: chat.ChatResponse) -> None:
+                shape.events(event)
+
+            await self._backend.chat(asked, _call(request, gather))
+            return _json(shape.whole())
+        out = EventStream(request, named=True)
+
+        async def send(event: chat.ChatResponse) -> None:
+            await out.send(shape.events(event))
+
+        return await out.run(self._backend.chat(asked, _call(request, send)), None)
+
     async def _models(self, request: web.Request) -> web.Response:
         return _json(
             {"object": "list", "data": [_model(model) for model in self._backend.models(_caller(request))]}
@@ -196,17 +217,18 @@ def _caller(request: web.Request) -> Caller:
 
 
 class EventStream:
-    """Server-sent events."""
+    """Server-sent events. ``named``: each has its type as its name, and none says that it was the last."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, *, named: bool = False) -> None:
         self._request = request
+        self._named = named
         self._response: web.StreamResponse | None = None
         # Several prompts of one request write to it, and must not begin it twice.
         self._lock = asyncio.Lock()
 
     async def send(self, chunks: list[Json]) -> None:
         """Sends each chunk as one event."""
-        data = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+        data = b"".join(map(self._written, chunks))
         async with self._lock:
             if self._response is None:
                 headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -216,18 +238,35 @@ class EventStream:
             if data:
                 await self._response.write(data)
 
+    def _written(self, chunk: Json) -> bytes:
+        name = f"event: {chunk['type']}\n" if self._named else ""
+        return f"{name}data: {json.dumps(chunk)}\n\n".encode()
+
+    def _failure(self, error: TwinpoolError) -> bytes:
+        body = body_of(error)
+        if not self._named:
+            return self._written(body)
+        found = body["error"]
+        return self._written(
+            {
+                "type": "error",
+                "sequence_number": 0,
+                **{name: found[name] for name in ("message", "code", "param")},
+            }
+        )
+
     async def run(self, answer: Awaitable[None], last: Callable[[], Json] | None) -> web.StreamResponse:
         """Sends a whole answer. An error before its first event is raised; a later one is the last event."""
         try:
             await answer
             await self.send([last()] if last is not None else [])
-            ending = _DONE
+            ending = b"" if self._named else _DONE
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
             if self._response is None:
                 raise
-            ending = b"data: " + json.dumps(body_of(as_twinpool_error(error))).encode() + b"\n\n"
+            ending = self._failure(as_twinpool_error(error))
         assert self._response is not None
         await self._response.write(ending)
         await self._response.write_eof()
