@@ -14,18 +14,14 @@ from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.answers import AnswerMaker
+from twinpool.router.apis import CHAT_SERVICE, ClientApis
 from twinpool.router.background import Background
-from twinpool.router.chat.service import SERVICE as CHAT_SERVICE
-from twinpool.router.chat.service import ChatService
-from twinpool.router.chat.service import register as register_chat
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
 from twinpool.router.kept import KeptBook
 from twinpool.router.locality import Locality
 from twinpool.router.migrate import Migration
 from twinpool.router.models import ModelTable
-from twinpool.router.openai.backend import RouterBackend
-from twinpool.router.openai.server import HttpServer
 from twinpool.router.others import OtherRouters
 from twinpool.router.peer import RouterPeer
 from twinpool.router.placement import Fleet
@@ -100,12 +96,7 @@ class Router:
             config, hops, self.models, self.tokenize, answers, streams, self.tenants, self.usage
         )
         self._limit_tenants()
-        self.chats = ChatService(
-            self.service, self.models, self.tokenize, self.tenants, config.router.call_format
-        )
-        self.http_endpoint = ""
-        http = RouterBackend(self.service, self.chats, self.models)
-        self._http = HttpServer(config, http) if config.router.http_port >= 0 else None
+        self.apis = ClientApis(config, self.service, self.models, self.tokenize, self.tenants)
         self.inspection = self._peer(takeover)
         self._server = Server(
             config.rpc,
@@ -145,7 +136,7 @@ class Router:
     async def start(self) -> str:
         """Binds and serves; returns host:port. Raises PORT_UNAVAILABLE."""
         self._server.add(SERVICE, register, self.service)
-        self._server.add(CHAT_SERVICE, register_chat, self.chats)
+        self.apis.add(self._server)
         self._server.add(ROUTER_SERVICE, router_pb2_grpc.add_RouterServiceServicer_to_server, self.inspection)
         port = self._server.bind(self.config.router.host, self.config.router.port)
         self.locality.start()
@@ -154,10 +145,7 @@ class Router:
         # What others dial: an address that stands for all of this host's own is none to dial.
         dialled = socket.gethostname() if host in _ANY_ADDRESS else host
         self.endpoint = join_address(dialled, port)
-        if self._http is not None:
-            self.http_endpoint = join_address(
-                dialled, await self._http.start(host, self.config.router.http_port)
-            )
+        await self.apis.start(host, dialled)
         self._housekeeper = asyncio.get_running_loop().create_task(self._keep_house())
         return self.endpoint
 
@@ -173,7 +161,7 @@ class Router:
             # Their clients go on there at once, instead of being cut off at the end of the grace.
             self.kept.send_away()
         # Side by side: each waits for its own calls.
-        await asyncio.gather(self._server.stop(grace_seconds), self._stop_http())
+        await asyncio.gather(self._server.stop(grace_seconds), self.apis.stop())
         if self._housekeeper is not None:
             self._housekeeper.cancel()
         await self.kept.close()
@@ -184,10 +172,6 @@ class Router:
         self.models.close()
         self.tokenize.close()
         self.usage.close()
-
-    async def _stop_http(self) -> None:
-        if self._http is not None:
-            await self._http.stop()
 
     def on_member(self, event: MemberEvent[control_pb2.WorkerRecord]) -> None:
         """A worker came, changed or went."""
@@ -208,8 +192,7 @@ class Router:
                 self.kept.show()
                 if self.tenants.refresh():
                     self._limit_tenants()
-                if self._http is not None:
-                    self._http.refresh_tls()
+                self.apis.refresh()
                 self._show_counts()
                 await self._show_health()
             except Exception as error:

@@ -75,7 +75,7 @@ async def _run(config: TwinpoolConfig) -> int:
             ttl_seconds=config.cluster.lease_ttl_seconds,
         )
         await registration.start()
-        log.info("router_serving", endpoint=endpoint, http=router.http_endpoint, metrics=metrics_endpoint)
+        log.info("router_serving", endpoint=endpoint, http=router.apis.http_endpoint, metrics=metrics_endpoint)
         ready = asyncio.create_task(_serve_when_synced(router, watch))
         await stopping.wait()
         ready.cancel()
@@ -134,5 +134,5 @@ def _record(router: Router, metrics_endpoint: str) -> control_pb2.RouterRecord:
         metrics_endpoint=metrics_endpoint,
         pid=os.getpid(),
         started_at=started,
-        http_endpoint=router.http_endpoint,
+        http_endpoint=router.apis.http_endpoint,
     )

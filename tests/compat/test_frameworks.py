@@ -45,7 +45,7 @@ async def run(script: str, tmp_path: Path) -> dict[str, Any]:
         for made in cluster.workers.values():
             made.script.token = office
         process = await asyncio.create_subprocess_exec(
-            PYTHON, str(HERE / script), f"http://{cluster.router.http_endpoint}/v1",
+            PYTHON, str(HERE / script), f"http://{cluster.router.apis.http_endpoint}/v1",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         printed, complaints = await asyncio.wait_for(process.communicate(), 240)

@@ -32,7 +32,7 @@ async def served(
     model: Path, text: str, **settings: object
 ) -> AsyncIterator[tuple[FakeCluster, AsyncOpenAI]]:
     async with chat_cluster(model, text, **settings) as cluster:
-        base = f"http://{cluster.router.http_endpoint}/v1"
+        base = f"http://{cluster.router.apis.http_endpoint}/v1"
         async with AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
             yield cluster, client
             await cluster.assert_quiescent()
@@ -272,7 +272,7 @@ async def test_other_statuses(model: Path) -> None:
         assert draining.value.status_code == 503
         assert draining.value.response.headers["x-should-retry"] == "true"
         assert int(draining.value.response.headers["retry-after-ms"]) > 0
-        async with aiohttp.ClientSession(f"http://{cluster.router.http_endpoint}") as session:
+        async with aiohttp.ClientSession(f"http://{cluster.router.apis.http_endpoint}") as session:
             async with session.post("/v1/completions", data=b"{") as answer:
                 assert answer.status == 400
             async with session.get("/v1/nothing") as answer:
@@ -288,7 +288,7 @@ async def test_models_and_health(model: Path) -> None:
         assert (await client.models.retrieve("fake")).owned_by == "twinpool"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")
-        async with aiohttp.ClientSession(f"http://{cluster.router.http_endpoint}") as session:
+        async with aiohttp.ClientSession(f"http://{cluster.router.apis.http_endpoint}") as session:
             for path in ("/health", "/live"):
                 async with session.get(path) as answer:
                     assert answer.status == 200

@@ -172,7 +172,7 @@ async def test_our_own_clients_show_a_key(model: Path, tmp_path: Path) -> None:
 
 async def test_over_http(model: Path, tmp_path: Path) -> None:
     async with guarded(model, tmp_path, red(), blue(models=["other"])) as cluster:
-        base = f"http://{cluster.router.http_endpoint}/v1"
+        base = f"http://{cluster.router.apis.http_endpoint}/v1"
         ask = [{"role": "user", "content": "x"}]
         async with AsyncOpenAI(base_url=base, api_key=RED, max_retries=0) as client:
             answer = await client.chat.completions.create(model="fake", messages=ask, max_tokens=9)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ async def test_over_http(model: Path, tmp_path: Path) -> None:
         async with AsyncOpenAI(base_url=base, api_key="wrong", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.chat.completions.create(model="fake", messages=ask)  # type: ignore[arg-type]
-        async with aiohttp.ClientSession(f"http://{cluster.router.http_endpoint}") as session:
+        async with aiohttp.ClientSession(f"http://{cluster.router.apis.http_endpoint}") as session:
             async with session.post(
                 "/v1/completions", json={"prompt": "x"}, headers={"x-api-key": RED}
             ) as found:

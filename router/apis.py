@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other ways to the same requests: Chat over gRPC, and the OpenAI-compatible HTTP API."""
+
+from typing import Final
+
+from twinpool.config import TwinpoolConfig
+from twinpool.router.chat.service import SERVICE, ChatService, register
+from twinpool.router.models import ModelTable
+from twinpool.router.openai.backend import RouterBackend
+from twinpool.router.openai.server import HttpServer
+from twinpool.router.service import InferenceService
+from twinpool.router.tenants import Tenants
+from twinpool.router.tokenize import TokenizeHop
+from twinpool.rpc import Server, join_address
+
+CHAT_SERVICE: Final = SERVICE
+
+
+class ClientApis:
+    """One a router; ``http_endpoint`` is empty where there is no HTTP."""
+
+    def __init__(
+        self,
+        config: TwinpoolConfig,
+        inference: InferenceService,
+        models: ModelTable,
+        tokenize: TokenizeHop,
+        tenants: Tenants,
+    ) -> None:
+        """Raises ConfigError."""
+        self._port = config.router.http_port
+        self._chats = ChatService(inference, models, tokenize, tenants, config.router.call_format)
+        backend = RouterBackend(inference, self._chats, models)
+        self._http = HttpServer(config, backend) if self._port >= 0 else None
+        self.http_endpoint = ""
+
+    def add(self, server: Server) -> None:
+        """Adds Chat to the gRPC server."""
+        server.add(CHAT_SERVICE, register, self._chats)
+
+    async def start(self, host: str, dialled: str) -> None:
+        """Serves HTTP on ``host``, which others know as ``dialled``. Raises PORT_UNAVAILABLE."""
+        if self._http is not None:
+            self.http_endpoint = join_address(dialled, await self._http.start(host, self._port))
+
+    async def stop(self) -> None:
+        """Stops to serve HTTP, once running requests have ended or their time is over."""
+        if self._http is not None:
+            await self._http.stop()
+
+    def refresh(self) -> None:
+        """Follows the files of TLS."""
+        if self._http is not None:
+            self._http.refresh_tls()
