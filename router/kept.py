@@ -17,6 +17,7 @@ from twinpool.router.finish import resumed_event, started_message
 from twinpool.router.hops import Hops, Write
 from twinpool.router.journal import Journal, JournalSpec
 from twinpool.router.lifecycle import Lifecycle
+from twinpool.router.patience import patient
 from twinpool.router.portable import replayed, state_of
 from twinpool.router.request import Prepared, passed
 from twinpool.router.resume_token import TokenSeal
@@ -156,25 +157,26 @@ class KeptBook:
     def _start(self, kept: Kept, drawn: Answer | None, tally: Tally, on_end: Callable[[], None]) -> None:
         prepared = kept.prepared
         kept.lifecycle = Lifecycle(self._hops, prepared, lambda: self._answers.make(prepared), drawn)
-        kept.task = asyncio.get_running_loop().create_task(self._serve(kept, kept.lifecycle, tally, on_end))
+        kept.task = asyncio.get_running_loop().create_task(kept.lifecycle.run(kept.journal.write))
+        # Not in the task itself: one that is cancelled before its first step never runs.
+        kept.task.add_done_callback(lambda task: self._ended(kept, task, tally, on_end))
         self._arm(kept)
 
-    async def _serve(
-        self, kept: Kept, lifecycle: Lifecycle, tally: Tally, on_end: Callable[[], None]
+    def _ended(
+        self, kept: Kept, task: "asyncio.Task[None]", tally: Tally, on_end: Callable[[], None]
     ) -> None:
         error: TwinpoolError | None = None
-        try:
-            await lifecycle.run(kept.journal.write)
-        except asyncio.CancelledError:
-            error = kept.ending or TwinpoolError(
-                "DEADLINE_EXCEEDED" if passed(kept.prepared.deadline) else "CANCELLED"
-            )
-        except Exception as caught:
+        if task.cancelled():
+            late = passed(kept.prepared.deadline)
+            error = kept.ending or TwinpoolError("DEADLINE_EXCEEDED" if late else "CANCELLED")
+        elif (caught := task.exception()) is not None:
             error = as_twinpool_error(caught)
             if error.reason == "INTERNAL":
-                log.exception("kept_answer_failed", type=type(caught).__name__)
+                log.error("kept_answer_failed", type=type(caught).__name__, exc_info=caught)
             if error.retryable:
                 kept.parked = kept.parked or state_of(kept.prepared, kept.journal)
+        # What it held for its attempts is not worth keeping.
+        kept.lifecycle = None
         on_end()
         tally.end(error)
         if error is not None:
@@ -187,6 +189,7 @@ class KeptBook:
 
     async def follow(self, kept: Kept, next_index: Sequence[int], write: Write) -> None:
         """Serves one stream, from these positions on. However it ends, the answer stays."""
+        write = patient(write, self._limits.client_stall_seconds)
         reader = kept.journal.attach(next_index)
         self._arm(kept)
         try:

@@ -2,6 +2,7 @@
 """The router's process: follows the workers in etcd, registers itself, serves until a signal."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 from typing import Final
@@ -25,6 +26,7 @@ log = get_logger(__name__)
 _SYNC_LOG_SECONDS: Final = 5.0
 
 _KEY_RETRY_SECONDS: Final = 1.0
+_KEY_CHECK_SECONDS: Final = 10.0
 
 _SEGMENTS_SECONDS: Final = 3.0
 # So long the workers wait for what etcd knows of their caches; after it they are asked themselves.
@@ -60,8 +62,10 @@ async def _run(config: TwinpoolConfig) -> int:
         if config.router.resume_key_file:
             router.seal.use(key_of_file(config.router.resume_key_file))
         else:
-            sealing = asyncio.create_task(_use_cluster_key(router, store))
-            await asyncio.wait({sealing}, timeout=_SEGMENTS_SECONDS)
+            known = asyncio.Event()
+            sealing = asyncio.create_task(_use_cluster_key(router, store, known))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(known.wait(), _SEGMENTS_SECONDS)
         router.locality.use_segments(segments)
         endpoint = await router.start()
         segments.start()
@@ -75,7 +79,9 @@ async def _run(config: TwinpoolConfig) -> int:
             ttl_seconds=config.cluster.lease_ttl_seconds,
         )
         await registration.start()
-        log.info("router_serving", endpoint=endpoint, http=router.apis.http_endpoint, metrics=metrics_endpoint)
+        log.info(
+            "router_serving", endpoint=endpoint, http=router.apis.http_endpoint, metrics=metrics_endpoint
+        )
         ready = asyncio.create_task(_serve_when_synced(router, watch))
         await stopping.wait()
         ready.cancel()
@@ -107,15 +113,18 @@ def _worker_watch(config: TwinpoolConfig, store: Store, router: Router) -> Worke
     )
 
 
-async def _use_cluster_key(router: Router, store: Store) -> None:
-    """Until etcd has answered, tokens can be used on this router alone."""
+async def _use_cluster_key(router: Router, store: Store, known: asyncio.Event) -> None:
+    """Until etcd has answered, tokens can be used on this router alone. An etcd that has lost its data gets the key again."""
+    cluster, seal = router.config.cluster.name, router.seal
     while True:
+        wait = _KEY_CHECK_SECONDS
         try:
-            router.seal.use(await asyncio.to_thread(cluster_key, store, router.config.cluster.name))
-            return
+            seal.use(await asyncio.to_thread(cluster_key, store, cluster, seal.key))
+            known.set()
         except Exception as error:
-            log.warning("waiting_for_resume_key", type=type(error).__name__)
-        await asyncio.sleep(_KEY_RETRY_SECONDS)
+            log.warning("resume_key_not_read", type=type(error).__name__)
+            wait = _KEY_RETRY_SECONDS
+        await asyncio.sleep(wait)
 
 
 async def _serve_when_synced(router: Router, watch: WorkerWatch) -> None:

@@ -24,6 +24,7 @@ MAX_TOKEN_BYTES: Final = 1024
 
 _VERSION: Final = b"\x01"
 _MAC_BYTES: Final = 32
+_KEYS_MAX: Final = 4
 
 
 class TokenSeal:
@@ -32,10 +33,15 @@ class TokenSeal:
     def __init__(self) -> None:
         self._keys = [secrets.token_bytes(KEY_BYTES)]
 
+    @property
+    def key(self) -> bytes:
+        """What seals now."""
+        return self._keys[0]
+
     def use(self, key: bytes) -> None:
         """Seals with the cluster's key from now on. What was sealed before stays readable here."""
         if key != self._keys[0]:
-            self._keys.insert(0, key)
+            self._keys = [key, *self._keys][:_KEYS_MAX]
 
     def seal(self, ticket: ResumeTicket) -> bytes:
         """The token for a client."""
@@ -81,10 +87,10 @@ def key_digest(tenant: str, key: str) -> bytes:
     return hashlib.sha256(b"%d:%s%s" % (len(tenant), tenant.encode(), key.encode())).digest()[:16]
 
 
-def cluster_key(store: Store, cluster: str) -> bytes:
-    """The cluster's key in etcd; the first router to ask makes it. Blocks; raises what the store raises."""
+def cluster_key(store: Store, cluster: str, own: bytes) -> bytes:
+    """The cluster's key in etcd, which is ``own`` if there was none. Blocks; raises what the store raises."""
     name = Keys(cluster).resume_key
-    store.create(name, secrets.token_bytes(KEY_BYTES))
+    store.create(name, own)
     item = store.get(name)
     if item is None or len(item.value) < MIN_KEY_BYTES:
         raise TwinpoolError("STORE_CORRUPT", f"the value of {name!r} is no key")

@@ -147,6 +147,8 @@ class InferenceService(SideCalls):
     ) -> Kept | None:
         """Serves a request, or starts one that can be resumed, or finds the one with its idempotency key."""
         wanted = check_resumable(request, self._limits)
+        if wanted is None or not wanted.key:
+            return await self._start(request, call, tally, rendered, wanted)
         async with self._streams.claim(request, wanted, call.traceparent) as kept:
             if kept is not None:
                 tally.drop()

@@ -41,13 +41,10 @@ class Streams:
 
     @asynccontextmanager
     async def claim(
-        self, request: pb.GenerateRequest, wanted: Resumable | None, traceparent: str
+        self, request: pb.GenerateRequest, wanted: Resumable, traceparent: str
     ) -> AsyncIterator[Kept | None]:
         """The answer of an earlier request with the same idempotency key. None: there is none, and the caller starts it within the
         context. Raises IDEMPOTENCY_MISMATCH."""
-        if wanted is None or not wanted.key:
-            yield None
-            return
         key = key_digest(request.tenant, wanted.key)
         tally = partial(_tally, traceparent)
         async with self._takeover.claim(key, wanted.digest, request.repeated, tally) as kept:

@@ -163,7 +163,9 @@ async def test_many_at_once_on_both_routers_run_once(model_path: Path) -> None:
     async with fake_pair(model_path, script=Script(step_seconds=0.005)) as pair:
         for round_ in range(5):
             key = f"round-{round_}"
-            streams = [pair.generate((pair.one, pair.other)[at % 2], keyed(key)) for at in range(6)]
+            streams = [
+                pair.generate((pair.one, pair.other)[at % 2], keyed(key, request_id=key)) for at in range(6)
+            ]
             answers = [await stream.ended() for stream in streams]
             good = [answer for answer in answers if answer.error is None]
             assert len(good) >= 1
@@ -171,6 +173,10 @@ async def test_many_at_once_on_both_routers_run_once(model_path: Path) -> None:
             assert {answer.reason for answer in answers if answer.error} <= {"STREAM_SUPERSEDED"}
             assert ran(pair) == round_ + 1
         await pair.assert_quiescent()
+        for cluster in (pair.one, pair.other):
+            assert not cluster.router.service._running, (
+                "an answer that is handed over at once frees its id, too"
+            )
 
 
 async def test_a_router_that_does_not_answer_delays_few(model_path: Path) -> None:

@@ -68,12 +68,14 @@ def test_the_first_router_makes_the_key_of_the_cluster(tmp_path: Path) -> None:
     server = start_store(tmp_path)
     store = connect_store(ClusterConfig(etcd_endpoints=(server.endpoint,)))
     try:
-        key = cluster_key(store, "test")
-        assert (len(key), cluster_key(store, "test")) == (32, key)
-        assert cluster_key(store, "other") != key
+        own, others = TokenSeal().key, TokenSeal().key
+        assert cluster_key(store, "test", own) == cluster_key(store, "test", others) == own
+        assert cluster_key(store, "other", others) == others
+        store.delete_prefix(Keys("test").root)
+        assert cluster_key(store, "test", own) == own, "an etcd that has lost it gets it again"
         store.put(Keys("test").resume_key, b"short")
         with pytest.raises(TwinpoolError, match="STORE_CORRUPT"):
-            cluster_key(store, "test")
+            cluster_key(store, "test", own)
     finally:
         store.close()
         server.stop()
