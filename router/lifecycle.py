@@ -26,6 +26,7 @@ from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
 from twinpool.router.hops import Hops, NewAnswer, Write
 from twinpool.router.outcome import Outcome, core_error, found, leaving, lost, said_by
+from twinpool.router.patience import patient
 from twinpool.router.request import Prepared, passed
 from twinpool.router.resume import continuation
 from twinpool.router.stream import TOKENS_A_REPORT, Answer
@@ -250,6 +251,7 @@ class Lifecycle:
 
     async def run(self, write: Write) -> None:
         """Serves the request. Raises the one cause if its end is not success."""
+        write = patient(write, self.hops.limits.client_stall_seconds)
         self._request = self.hops.admission.submit(self.prepared, self)
         self.hops.retries.requested()
         try:

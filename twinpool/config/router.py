@@ -323,6 +323,12 @@ class RouterSection(Section):
         le=1 << 24,
         description="Most tokens of a request that may wait for its client to read them; above it the request fails.",
     )
+    client_stall_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        le=86400,
+        description="Longest time that a client may read nothing while an event waits for it, in seconds; then its stream fails.",
+    )
     stream_interval_seconds: float = Field(
         default=0.0,
         ge=0,
