@@ -84,7 +84,12 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
         _both(f"chat.{name}", "prompt.token_ids", "rendered and tokenised once, by the router")
         for name in CHAT
     ),
-    *(_sampling(name.name) for name in inference.SamplingParams.DESCRIPTOR.fields),
+    *(
+        _sampling(name.name)
+        for name in inference.SamplingParams.DESCRIPTOR.fields
+        if name.message_type is None
+    ),
+    *(_sampling(f"logit_bias.{name}") for name in ("token_id", "bias")),
     _both("stop.max_tokens", "draw.stop.max_tokens", "prefill must know whether its one token is the last"),
     _both("stop.min_tokens", "draw.stop.min_tokens", "the first token may not be a stop token below it"),
     _router("stop.stop_strings", "only the router has text; it cancels the decode leg at a match"),

@@ -6,6 +6,7 @@ lists, text and the prompt.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ from twinpool.router.utf8 import refuse_unknown_fields
 from twinpool.v1 import inference_pb2 as inference
 
 _MAX_PRIORITY: Final = 100
+_MAX_BIAS: Final = 100.0
 _MAX_SHOWN_CHARS: Final = 48
 MAX_KEY_CHARS: Final = 128
 """Longest idempotency key."""
@@ -85,7 +87,7 @@ def check_params(
         )
     stop = _check_stop(request.stop, limits, group)
     return Params(
-        sampling=_check_sampling(request.sampling, group, seed),
+        sampling=_check_sampling(request.sampling, group, limits, seed),
         max_tokens=stop.max_tokens,
         min_tokens=stop.min_tokens,
         stop_strings=tuple(stop.stop_strings),
@@ -225,7 +227,9 @@ def _check_capacity(tokens: int, params: Params, group: Group) -> None:
         )
 
 
-def _check_sampling(given: inference.SamplingParams, group: Group, seed: int) -> inference.SamplingParams:
+def _check_sampling(
+    given: inference.SamplingParams, group: Group, limits: RouterSection, seed: int
+) -> inference.SamplingParams:
     full = inference.SamplingParams(seed=given.seed if given.HasField("seed") else seed)
     for rule in SAMPLING:
         value: float = getattr(given, rule.name) if given.HasField(rule.name) else rule.default  # type: ignore[arg-type]
@@ -237,7 +241,31 @@ def _check_sampling(given: inference.SamplingParams, group: Group, seed: int) ->
         setattr(full, rule.name, value)
     _within("sampling.top_k", "INVALID_SAMPLING", given.top_k, 0, group.vocab_size)
     full.top_k = given.top_k
+    _check_bias(given.logit_bias, group, limits)
+    full.logit_bias.extend(given.logit_bias)
     return full
+
+
+def _check_bias(entries: Sequence[inference.LogitBias], group: Group, limits: RouterSection) -> None:
+    name = "sampling.logit_bias"
+    if len(entries) > limits.max_logit_biases:
+        raise TwinpoolError(
+            "INVALID_SAMPLING",
+            f"{name} has {len(entries)} entries; the limit is {limits.max_logit_biases}",
+            field=name,
+        )
+    seen: set[int] = set()
+    for index, entry in enumerate(entries):
+        field = f"{name}[{index}]"
+        refuse_unknown_fields(entry, field)
+        _within(f"{field}.token_id", "TOKEN_OUT_OF_VOCABULARY", entry.token_id, 0, group.vocab_size - 1)
+        if not -_MAX_BIAS <= entry.bias <= _MAX_BIAS:
+            text = f"{field}.bias is {entry.bias:g}; the limit is {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
+            raise TwinpoolError("INVALID_SAMPLING", text, field=f"{field}.bias")
+        if entry.token_id in seen:
+            text = f"{field}.token_id is named before; the limit is once"
+            raise TwinpoolError("INVALID_SAMPLING", text, field=f"{field}.token_id")
+        seen.add(entry.token_id)
 
 
 def _check_stop(

@@ -92,7 +92,17 @@ class SequenceDraw:
     @property
     def plain(self) -> bool:
         """Whether the next token is the arg max of the raw logits."""
-        return self.params.greedy and self._seen is None and self.grammar is None and not self.masks_stop
+        return self.params.greedy and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the next token is drawn from other logits than the model's."""
+        return (
+            self._seen is not None
+            or self.grammar is not None
+            or self.masks_stop
+            or bool(self.params.logit_bias)
+        )
 
     def append(self, token: int) -> None:
         """Takes a token into the history."""

@@ -10,6 +10,10 @@ MAX_LOGPROBS: Final = 20
 """Most alternatives that are reported for a position."""
 
 
+MAX_BIAS: Final = 100.0
+"""Most that is added to a logit, or taken from it."""
+
+
 class DrawParamsError(ValueError):
     """A value outside its range. The message names field, value and range."""
 
@@ -33,9 +37,9 @@ def _check(name: str, value: float, low: float, high: float, *, above: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """The same for all choices of a request. Order of effects: penalties, masks of min_tokens and grammar, then for greedy the arg max
-    (lowest id of equals), else temperature, top_k, top_p, min_p and one draw by the inverse of the cumulated
-    distribution in order of ids. Log-probabilities are of the raw logits.
+    """The same for all choices of a request. Order of effects: logit_bias, penalties, masks of min_tokens and grammar, then for
+    greedy the arg max (lowest id of equals), else temperature, top_k, top_p, min_p and one draw by the inverse of the
+    cumulated distribution in order of ids. Log-probabilities are of the raw logits.
     """
 
     temperature: float = 1.0
@@ -60,6 +64,8 @@ class DrawParams:
     """Stop ids can't be drawn before this many tokens."""
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Ids that end a choice: the model's own (unless they are to be ignored) and the request's."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, each once, and what is added to their logits."""
     grammar: str = ""
     """What the output must follow, as llguidance reads it; "": anything."""
     logprobs: int | None = None
@@ -78,14 +84,22 @@ class DrawParams:
         _check("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise DrawParamsError("min_tokens", self.min_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+        if len({token for token, _ in self.logit_bias}) != len(self.logit_bias):
+            raise DrawParamsError("logit_bias", len(self.logit_bias), "each token once")
+        for _, bias in self.logit_bias:
+            _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise DrawParamsError("logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises DrawParamsError if a stop id is outside the vocabulary or the stop ids are all of it."""
-        for token in self.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise DrawParamsError("stop_token_ids", token, f"from 0 to {vocab_size - 1}")
+        """Raises DrawParamsError if an id is outside the vocabulary or the stop ids are all of it."""
+        for name, tokens in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise DrawParamsError(name, token, f"from 0 to {vocab_size - 1}")
         if self.min_tokens and len(self.stop_token_ids) >= vocab_size:
             raise DrawParamsError(
                 "stop_token_ids", len(self.stop_token_ids), "min_tokens leaves nothing to draw"

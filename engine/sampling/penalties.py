@@ -34,6 +34,16 @@ def apply_penalties(logits: Tensor, draws: Sequence[SequenceDraw]) -> None:
     logits[row, ids] = values
 
 
+def add_bias(logits: Tensor, draws: Sequence[SequenceDraw]) -> None:
+    """Adds what each draw wants to be added, in place on ``logits[m, vocab]``."""
+    entries = [(i, token, bias) for i, draw in enumerate(draws) for token, bias in draw.params.logit_bias]
+    if entries:
+        rows, ids, values = zip(*entries, strict=True)
+        device = logits.device
+        index = (torch.tensor(rows, device=device), torch.tensor(ids, device=device))
+        logits.index_put_(index, torch.tensor(values, dtype=logits.dtype, device=device), accumulate=True)
+
+
 def mask_stop_ids(logits: Tensor, draws: Sequence[SequenceDraw]) -> None:
     """Makes stop ids impossible where ``min_tokens`` is not reached, in place."""
     pairs = [

@@ -13,7 +13,7 @@ from twinpool.engine.sampling import filters
 from twinpool.engine.sampling.draw import SequenceDraw
 from twinpool.engine.sampling.grammar import Masks
 from twinpool.engine.sampling.logprobs import TokenLogprobs, token_logprobs
-from twinpool.engine.sampling.penalties import apply_penalties, mask_stop_ids
+from twinpool.engine.sampling.penalties import add_bias, apply_penalties, mask_stop_ids
 from twinpool.engine.sampling.philox import uniforms
 
 
@@ -59,8 +59,9 @@ def _draw(logits: Tensor, draws: Sequence[SequenceDraw], masks: Masks | None) ->
     """Tokens ``int64[m]`` and whether each row could be drawn."""
     if all(draw.plain for draw in draws):
         return _arg_max(logits)
-    if masks is not None or any(draw.params.penalised or draw.masks_stop for draw in draws):
+    if any(draw.changes_logits for draw in draws):
         logits = logits.clone()
+        add_bias(logits, draws)
         apply_penalties(logits, draws)
         mask_stop_ids(logits, draws)
         if masks is not None:

@@ -112,7 +112,6 @@ class ChatCompletion(Sampled):
     response_format: TextFormat | JsonFormat | SchemaFormat | None = Field(default=None, discriminator="type")
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
-    logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
 
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Document] | None = None

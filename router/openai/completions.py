@@ -2,9 +2,8 @@
 """``POST /v1/completions``: the request."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import StrictBool, StrictInt
 
 from twinpool.errors import TwinpoolError
 from twinpool.router.openai.fields import Sampled, Uint32
@@ -22,7 +21,6 @@ class Completion(Sampled):
     echo: StrictBool | None = None
     best_of: Uint32 | None = None
     suffix: None = None
-    logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
 
     def requests(self) -> list[pb.GenerateRequest]:
         """One request a prompt. Raises for what is not supported."""

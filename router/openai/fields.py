@@ -44,6 +44,8 @@ class Sampled(Body):
     stop: str | list[str] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=(1 << 32) - 1)] | None = None
 
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Number] | None = None
+
     user: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
@@ -69,6 +71,8 @@ class Sampled(Body):
                 setattr(request.sampling, name, value)
         if self.repetition_penalty is not None:
             request.sampling.repetition_penalty = self.repetition_penalty
+        for token, bias in (self.logit_bias or {}).items():
+            request.sampling.logit_bias.add(token_id=min(int(token), (1 << 32) - 1), bias=bias)
         if self.seed is not None:
             # The API allows negative ones; which numbers a seed gives is ours to say.
             request.sampling.seed = self.seed % (1 << 64)

@@ -80,6 +80,9 @@ class RouterSection(Section):
         description="Longest stop string in characters; so much text may be held back.",
     )
     max_stop_token_ids: int = Field(default=64, ge=0, le=4096, description="Most stop token ids.")
+    max_logit_biases: int = Field(
+        default=1024, ge=0, le=4096, description="Most tokens of a request whose logits are changed."
+    )
     max_chat_messages: int = Field(
         default=4096, ge=1, le=1 << 20, description="Most turns of a conversation."
     )

@@ -28,6 +28,9 @@ MAX_CHOICES = 16
 MAX_STOP_IDS = 1024
 """Most stop ids of one request, the model's own included."""
 
+MAX_BIASES = 4096
+"""Most tokens of one request whose logits are changed."""
+
 _SamplingField: TypeAlias = Literal[
     "temperature",
     "top_k",
@@ -309,6 +312,10 @@ def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
             raise _invalid(f"draw.sampling.{name} is not set")
     if not stop.HasField("max_tokens"):
         raise _invalid("draw.stop.max_tokens is not set")
+    if len(spec.sampling.logit_bias) > MAX_BIASES:
+        raise _invalid(
+            f"draw.sampling.logit_bias has {len(spec.sampling.logit_bias)} entries, limit {MAX_BIASES}"
+        )
     if spec.grammar and grammars is None:
         raise _invalid("draw.grammar is set; this worker cannot draw by grammars")
     try:
@@ -324,6 +331,7 @@ def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
             max_tokens=stop.max_tokens,
             min_tokens=stop.min_tokens,
             stop_token_ids=frozenset(spec.stop_token_ids),
+            logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
             grammar=spec.grammar,
             logprobs=spec.logprobs if spec.HasField("logprobs") else None,
         )

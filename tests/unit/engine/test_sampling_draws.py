@@ -41,6 +41,7 @@ any_params = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, -0.5, 2.0]),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
+    logit_bias=st.sampled_from([(), ((3, 2.5), (7, -100.0))]),
     seed=st.integers(0, 2**64 - 1),
     max_tokens=st.just(100),
     min_tokens=st.sampled_from([0, 4]),
@@ -118,6 +119,34 @@ def test_penalties_equal_their_definition(
     )
     token = int(sample(logits, [SequenceDraw(params, np.array(prompt, np.int32), outputs=outputs)]).tokens[0])
     assert float(expected[token]) == pytest.approx(float(expected.max()), abs=1e-5)
+
+
+def test_bias_is_added_to_the_logits_of_its_own_row() -> None:
+    logits = logits_of(11, 3)
+    params = DrawParams(temperature=1.0, seed=5, logit_bias=((4, 1.5), (9, -100.0), (2, 50.0)))
+    biased = logits.clone()
+    biased[1, 4] += 1.5
+    biased[1, 9] -= 100.0
+    biased[1, 2] += 50.0
+    plain = DrawParams(temperature=1.0, seed=5)
+    draws = [SequenceDraw(plain), SequenceDraw(params), SequenceDraw(plain)]
+    expected = sample(biased, [SequenceDraw(plain)] * 3)
+    assert sample(logits, draws).tokens.tolist() == expected.tokens.tolist()
+    assert expected.tokens[1] == 2
+    greedy = DrawParams(temperature=0, logit_bias=((17, 100.0),), logprobs=0)
+    drawn = sample(logits, [SequenceDraw(greedy)] * 3)
+    assert drawn.tokens.tolist() == [17] * 3
+    assert drawn.logprobs is not None
+    assert drawn.logprobs[0] is not None
+    assert drawn.logprobs[0].logprob == pytest.approx(float(logits.double().log_softmax(-1)[0, 17]))
+
+
+@pytest.mark.parametrize("bias", [((1, 101.0),), ((1, float("nan")),), ((1, 1.0), (1, 2.0))])
+def test_a_wrong_bias_is_refused(bias: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(DrawParamsError, match="logit_bias"):
+        DrawParams(logit_bias=bias)
+    with pytest.raises(DrawParamsError, match="logit_bias"):
+        DrawParams(logit_bias=((VOCAB, 1.0),)).check_vocabulary(VOCAB)
 
 
 def test_repetition_penalty_equals_transformers() -> None:

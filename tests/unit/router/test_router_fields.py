@@ -39,6 +39,8 @@ def leaves(descriptor: Any, path: str = "") -> list[str]:
 def get(message: Message, path: str) -> Any:
     for name in path.split("."):
         message = getattr(message, name)
+        if name == "logit_bias":
+            return list(message)
     return message
 
 
@@ -71,6 +73,7 @@ def requests(draw: st.DrawFn) -> Prepared:
         hashes=hash_blocks(root, tokens, 16),
         root=root,
         sampling=inference.SamplingParams(
+            logit_bias=[inference.LogitBias(token_id=7, bias=draw(st.sampled_from([-1.5, 100.0])))],
             temperature=draw(ratio),
             top_k=draw(st.integers(0, 258)),
             top_p=draw(ratio),
@@ -98,26 +101,33 @@ def requests(draw: st.DrawFn) -> Prepared:
     )
 
 
-EXPECTED: dict[str, Any] = {
-    "token_ids.ids": lambda p: p.tokens.astype("<i4").tobytes(),
-    "stop.max_tokens": lambda p: p.max_tokens,
-    "stop.min_tokens": lambda p: p.min_tokens,
-    "stop.stop_token_ids": lambda p: list(p.stop_token_ids),
-    "stop.ignore_eos": lambda p: p.ignore_eos,
-    "n": lambda p: p.n,
-    "logprobs": lambda p: p.logprobs or 0,
-    "priority": lambda p: p.priority,
-    "preemptible": lambda p: p.preemptible,
-    "tenant": lambda p: p.root,
-    "adapter": lambda p: p.root,
-    # Of a request that cannot be resumed, nothing is kept.
-    "resume_grace.seconds": lambda p: 0,
-    "resume_grace.nanos": lambda p: 0,
-    "idempotency_key": lambda p: b"",
-} | {
-    f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))
-    for field in inference.SamplingParams.DESCRIPTOR.fields
-}
+EXPECTED: dict[str, Any] = (
+    {
+        "token_ids.ids": lambda p: p.tokens.astype("<i4").tobytes(),
+        "stop.max_tokens": lambda p: p.max_tokens,
+        "stop.min_tokens": lambda p: p.min_tokens,
+        "stop.stop_token_ids": lambda p: list(p.stop_token_ids),
+        "stop.ignore_eos": lambda p: p.ignore_eos,
+        "n": lambda p: p.n,
+        "logprobs": lambda p: p.logprobs or 0,
+        "priority": lambda p: p.priority,
+        "preemptible": lambda p: p.preemptible,
+        "tenant": lambda p: p.root,
+        "adapter": lambda p: p.root,
+        # Of a request that cannot be resumed, nothing is kept.
+        "resume_grace.seconds": lambda p: 0,
+        "resume_grace.nanos": lambda p: 0,
+        "idempotency_key": lambda p: b"",
+    }
+    | {
+        f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))
+        for field in inference.SamplingParams.DESCRIPTOR.fields
+    }
+    | {
+        f"sampling.logit_bias.{name}": (lambda p: list(p.sampling.logit_bias))
+        for name in ("token_id", "bias")
+    }
+)
 for _form in ("json_schema", "regex", "lark", "choices.texts"):
     EXPECTED[f"structured.{_form}"] = lambda p: p.grammar
 for _same in ("text", *(f"chat.{name}" for name in CHAT)):
@@ -162,8 +172,9 @@ def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
     assert prefill.draw == decode.draw, "the first token is drawn by the rule of all others"
     assert prefill.prompt == decode.prompt
     assert prefill.draw.HasField("logprobs") == (prepared.logprobs is not None)
-    for name in leaves(inference.SamplingParams.DESCRIPTOR):
-        assert prefill.draw.sampling.HasField(name)
+    for field in inference.SamplingParams.DESCRIPTOR.fields:
+        if field.message_type is None:
+            assert prefill.draw.sampling.HasField(field.name)
     assert prefill.HasField("deadline") == (prepared.deadline.at is not None)
 
 

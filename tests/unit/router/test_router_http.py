@@ -207,7 +207,7 @@ async def test_parameters_reach_the_workers(model: Path) -> None:
     async with served(model, "x") as (cluster, client):
         await client.chat.completions.create(
             model="fake", messages=ASK, max_completion_tokens=7, temperature=0.5, top_p=0.25, seed=-1,
-            presence_penalty=1, frequency_penalty=-1.5, stop=["q"],
+            presence_penalty=1, frequency_penalty=-1.5, stop=["q"], logit_bias={"66": -100, "67": 2},
             extra_body={"top_k": 5, "min_p": 0.125, "repetition_penalty": 1.5, "stop_token_ids": [9], "priority": 3},
         )  # fmt: skip
         draw = cluster.workers["d0"].decodes[0].draw
@@ -215,6 +215,7 @@ async def test_parameters_reach_the_workers(model: Path) -> None:
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 5, 0.125)
         assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.5)
         assert (sampling.repetition_penalty, sampling.seed) == (1.5, (1 << 64) - 1)
+        assert [(entry.token_id, entry.bias) for entry in sampling.logit_bias] == [(66, -100.0), (67, 2.0)]
         assert draw.stop.max_tokens == 7
         assert 9 in draw.stop_token_ids
         assert cluster.workers["d0"].decodes[0].priority == 3
@@ -230,7 +231,9 @@ async def test_parameters_reach_the_workers(model: Path) -> None:
         ({"max_tokens": 0}, "stop.max_tokens", "INVALID_STOP"),
         ({"n": 0}, "n", "INVALID_ARGUMENT"),
         ({"n": 99}, "n", "INVALID_N"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "INVALID_ARGUMENT"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "INVALID_ARGUMENT"),
+        ({"logit_bias": {"5": 101}}, "sampling.logit_bias[0].bias", "INVALID_SAMPLING"),
+        ({"logit_bias": {"9999": 1}}, "sampling.logit_bias[0].token_id", "TOKEN_OUT_OF_VOCABULARY"),
         ({"top_logprobs": 3}, "top_logprobs", "INVALID_LOGPROBS"),
         ({"messages": []}, "chat.messages", "EMPTY_PROMPT"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "INVALID_ARGUMENT"),
