@@ -11,6 +11,9 @@ from twinpool.errors import CheckpointError
 
 _MISSING: Any = object()
 
+INTEGER_MAX = (1 << 31) - 1
+"""No size of a model is larger, and products of two fit in 64 bits."""
+
 _GQA: dict[str, Any] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -79,7 +82,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist", file=path.name) from None
-    except (OSError, ValueError) as error:
+    # JSON may be nested deeper than Python follows.
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}", file=path.name) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object", file=path.name)
@@ -109,12 +113,12 @@ class Values:
         return value
 
     def integer(
-        self, key: str, *, default: Any = _MISSING, minimum: int = 1, maximum: int | None = None
+        self, key: str, *, default: Any = _MISSING, minimum: int = 1, maximum: int = INTEGER_MAX
     ) -> int:
         value = self._take(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.error(key, value, f"must be an integer of at least {minimum}")
-        if maximum is not None and value > maximum:
+        if value > maximum:
             raise self.error(key, value, f"must be at most {maximum}")
         return value
 

@@ -51,18 +51,24 @@ def load_model(
         raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
     config = ModelConfig.from_pretrained(path)
     checkpoint = Checkpoint(path)
+    _check_sizes(checkpoint, config)
     load_plugins(registry)
     layout = FP8_LATENT if kv_dtype == "fp8_latent" else BLOCK_MAJOR
     kernels = Kernels.select(registry, Capability.of(device), dtype, layout=layout, backend=backend)
-    model = PagedDecoder(
-        config,
-        kernels,
-        attention=attention,
-        prefill=prefill,
-        dtype=dtype,
-        device=device,
-        kv_dtype=kv_dtype,
-    )
+    try:
+        model = PagedDecoder(
+            config,
+            kernels,
+            attention=attention,
+            prefill=prefill,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+        )
+    except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
+        # Values that are fine each by itself, and no model together.
+        found = f"{checkpoint.path}: no model can be built by config.json: {type(error).__name__}: {str(error)[:300]}"
+        raise CheckpointError(found, file="config.json") from error
     slots = {slot.name: slot for slot in model.slots()}
     _check(checkpoint, slots, config)
     _fill(checkpoint, slots, progress)
@@ -77,6 +83,30 @@ def _ignored(name: str, config: ModelConfig) -> bool:
         return config.tie_word_embeddings
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.ignored_layers
+
+
+def _check_sizes(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """A config.json may claim any size. What is built by it is bounded here by the tensors that are there, before it is."""
+    longest = max((size for stored in checkpoint.tensors.values() for size in stored.shape), default=0)
+    width = config.mla.qk_head_dim if config.mla is not None else config.head_dim
+    sizes = [
+        ("num_hidden_layers", config.num_layers, len(checkpoint.tensors)),
+        ("vocab_size", config.vocab_size, longest),
+        ("hidden_size", config.hidden_size, longest),
+        ("num_attention_heads times their width", config.num_heads * width, longest),
+    ]
+    if config.moe is not None:
+        # Experts may be tensors of their own, or rows of one.
+        sizes.append(("the number of experts", config.moe.num_experts, max(longest, len(checkpoint.tensors))))
+        sizes.append(("moe_intermediate_size", config.moe.intermediate_size, longest))
+    else:
+        sizes.append(("intermediate_size", config.intermediate_size, longest))
+    for name, claimed, most in sizes:
+        if claimed > most:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is {claimed} by config.json; its tensors allow {most} at most",
+                file="config.json",
+            )
 
 
 def _check(checkpoint: Checkpoint, slots: dict[str, WeightSlot], config: ModelConfig) -> None:

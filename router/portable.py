@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from twinpool._core import hash_blocks
 from twinpool.errors import TwinpoolError
 from twinpool.ids import new_request_id
+from twinpool.kv_events import HASH_BYTES
 from twinpool.router.journal import Journal
 from twinpool.router.request import Group, Prepared
 from twinpool.router.stream import Answer
@@ -86,6 +87,7 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
     request, now = state.request, time.monotonic()
     tokens = _unpacked(state.prompt)
     sound = 1 <= request.n <= 16 and len(state.choices) in (0, request.n) and request.moves < MOVES_MAX
+    sound = sound and len(request.root_hash) == HASH_BYTES
     if not len(tokens) or not sound:
         raise TwinpoolError("INTERNAL", "the state of the answer makes no sense")
     hashes = hash_blocks(request.root_hash, tokens, group.block_tokens)

@@ -33,6 +33,9 @@ FETCHES_MAX = 1024
 
 HASH_BYTES = 16
 
+PREFIX_BLOCKS_MAX = 1 << 20
+"""Longest prefix that is looked up for a reader, in blocks: 16 million tokens in the smallest blocks."""
+
 ENDED_MAX = 4096
 """Ended attempts that are remembered, so that a late Expect fails at once instead of waiting."""
 
@@ -231,6 +234,9 @@ class OfferBook:
             cause = (FailureReason.FAILURE_REASON_DUPLICATE, "a fetch of this name is open")
         elif not raw or len(raw) % HASH_BYTES:
             cause = (FailureReason.FAILURE_REASON_INVALID, f"{len(raw)} bytes of block hashes")
+        elif fetch.first_block + len(raw) // HASH_BYTES > PREFIX_BLOCKS_MAX:
+            detail = f"{len(raw) // HASH_BYTES} blocks from {fetch.first_block} on; the limit is {PREFIX_BLOCKS_MAX}"
+            cause = (FailureReason.FAILURE_REASON_INVALID, detail)
         elif self._fetches >= FETCHES_MAX:
             cause = (FailureReason.FAILURE_REASON_NO_CAPACITY, f"{FETCHES_MAX} fetches are open already")
         else:

@@ -209,7 +209,7 @@ class PullManager:
             self._on_ticket(owner, message.chunk_ready, None)
         elif kind == "complete":
             session = self._sessions.get(AttemptKey.of(message.complete.ticket.id))
-            if session is not None:
+            if session is not None and session.owner == owner:
                 session.traceparent = message.complete.traceparent
             self._on_ticket(owner, message.complete.ticket, message.complete.first_tokens)
         elif kind == "failed":

@@ -11,6 +11,9 @@ from twinpool.transfer.base import AttemptKey, Blocks, Generations
 from twinpool.transfer.fence import HandoffFailure, HandoffFault
 from twinpool.v1 import handoff_pb2
 
+LEASE_SECONDS_MAX = 86_400
+"""The longest lease that a reader believes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
@@ -74,7 +77,7 @@ def parse_ticket(
         generations=np.array(message.generations, dtype=np.uint64),
         digests=tuple(message.digests),
         length_tokens=message.length_tokens,
-        lease_seconds=message.lease.ToTimedelta().total_seconds(),
+        lease_seconds=message.lease.ToNanoseconds() / 1e9,
     )
 
 
@@ -83,6 +86,9 @@ def _problem(message: handoff_pb2.Ticket, pool_blocks: int, shape: PromptShape) 
     end = message.first_block + count
     if message.transfer_id == 0:
         return "transfer id 0"
+    # Before anything that takes time with the number of blocks.
+    if end > shape.prompt_blocks:
+        return f"blocks up to {end} for a prompt of {shape.prompt_blocks}"
     if len(message.generations) != count:
         return f"{len(message.generations)} generations for {count} blocks"
     if len(message.digests) not in (0, count):
@@ -91,16 +97,10 @@ def _problem(message: handoff_pb2.Ticket, pool_blocks: int, shape: PromptShape) 
         return f"block {max(message.blocks)} is outside the owner's pool of {pool_blocks}"
     if len(set(message.blocks)) != count:
         return "a block is named twice"
-    if end > shape.prompt_blocks:
-        return f"blocks up to {end} for a prompt of {shape.prompt_blocks}"
     if message.length_tokens != shape.tokens_at(end):
         return (
             f"{message.length_tokens} tokens up to block {end}, the prompt has {shape.tokens_at(end)} there"
         )
-    if (
-        message.lease.seconds < 0
-        or message.lease.nanos < 0
-        or not (message.lease.seconds or message.lease.nanos)
-    ):
-        return "the lease is not positive"
+    if not 0 < message.lease.ToNanoseconds() <= LEASE_SECONDS_MAX * 1_000_000_000:
+        return f"the lease is not positive, or longer than {LEASE_SECONDS_MAX} s"
     return None

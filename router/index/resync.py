@@ -13,6 +13,16 @@ MESSAGE_BYTES_MAX: Final = 4 << 20
 """Longest message that is taken. A worker's are below 100 KB."""
 
 
+ANSWER_BYTES_MAX: Final = 512 << 20
+"""Longest answer that is taken: a set of some 16 million blocks, more than a worker can have."""
+
+ANSWER_TIMEOUTS_MAX: Final = 12
+"""An answer must be whole after so many times what the next message of it may take."""
+
+MESSAGES_A_TURN: Final = 4096
+"""What one worker says must not keep the thread from the others."""
+
+
 class Resync:
     """A connection of its own, so that a late answer to an earlier question is never taken for this one's."""
 
@@ -33,6 +43,8 @@ class Resync:
         self._timeout = timeout_seconds
         self._clock = clock
         self.deadline = clock() + timeout_seconds
+        self._give_up = clock() + ANSWER_TIMEOUTS_MAX * timeout_seconds
+        self._bytes = 0
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.IPV6, 1)
@@ -52,12 +64,14 @@ class Resync:
 
     def read(self) -> None:
         """Takes what has come."""
-        while not self.done and not self.failed:
+        for _ in range(MESSAGES_A_TURN):
+            if self.done or self.failed:
+                return
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.deadline = self._clock() + self._timeout
+            self.deadline = min(self._clock() + self._timeout, self._give_up)
             try:
                 self._take(frames)
             except EventDecodeError as error:
@@ -70,6 +84,9 @@ class Resync:
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 3:
             raise EventDecodeError(f"an answer has {len(frames)} frames, not 3")
+        self._bytes += sum(map(len, frames))
+        if self._bytes > ANSWER_BYTES_MAX:
+            raise EventDecodeError(f"an answer of more than {ANSWER_BYTES_MAX} bytes")
         if frames[1] == END_SEQUENCE:
             self.done = True
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from twinpool.kv_events.hashes import HASH_BYTES, digest, join, split
+from twinpool.kv_events.wire import SEQUENCE_MAX
 from twinpool.v1.locality_pb2 import LocalitySegment
 
 
@@ -57,7 +58,11 @@ def _parse(value: bytes, incarnation: int) -> LocalitySegment | None:
     except DecodeError:
         return None
     lists = (segment.stored, segment.removed, segment.host_stored, segment.host_removed)
-    sound = segment.incarnation == incarnation and not any(len(raw) % HASH_BYTES for raw in lists)
+    sound = (
+        segment.incarnation == incarnation
+        and segment.next_sequence <= SEQUENCE_MAX
+        and not any(len(raw) % HASH_BYTES for raw in lists)
+    )
     return segment if sound else None
 
 
@@ -67,7 +72,8 @@ def _fold(segments: list[LocalitySegment]) -> CacheState | None:
     if not bases:
         return None
     first = next(iter(bases.values()))
-    if set(bases) != set(range(first.parts)):
+    # What a value says of itself may be anything: a number is not counted up to before as much is there.
+    if len(bases) != first.parts or set(bases) != set(range(first.parts)):
         return None
     state = CacheState(
         join(bases[part].stored for part in range(first.parts)),

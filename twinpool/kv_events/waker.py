@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wakes a thread that polls sockets."""
 
+import contextlib
 import socket
 from typing import Final
 
@@ -35,12 +36,11 @@ class Waker:
 
     def clear(self) -> None:
         """For the sleeper: from now on ``wake`` wakes again."""
-        # First, so that a wake in between costs a poll too many rather than one too few.
-        self._woken = False
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._receiver.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
+        # Last: a wake in between sends nothing, and what it is for is seen after this. The other way round its byte would be
+        # read here while it counts as woken, and no later wake would send one.
+        self._woken = False
 
     def close(self) -> None:
         """Closes both ends."""

@@ -20,6 +20,7 @@ The replay socket (ROUTER) takes ``["", start]`` and answers as vLLM's: ``["", s
 whole set as ``BlockStored`` events in messages whose sequence is the one that comes after the snapshot, then the same end.
 """
 
+import math
 from typing import Final
 
 import msgspec
@@ -35,6 +36,10 @@ ALIVE: Final = "alive"
 
 SNAPSHOT: Final = b"snapshot"
 """Asks the replay socket for the whole set."""
+
+SEQUENCE_MAX: Final = (1 << 62) - 1
+"""The greatest number of a batch: a worker that told a million a second would need 146,000 years. What lies beyond is no number
+of ours, and the one after it can still be written."""
 
 END_SEQUENCE: Final = (-1).to_bytes(8, "big", signed=True)
 """Sequence frame of the last message of an answer."""
@@ -112,6 +117,9 @@ def decode(payload: bytes) -> KVEventBatch:
         batch = _decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise EventDecodeError(f"not a batch of KV events: {error}") from None
+    if not math.isfinite(batch.ts):
+        # It would be later than all that comes, or than nothing.
+        raise EventDecodeError("the time of a batch is not finite")
     for event in batch.events:
         if isinstance(event, AllBlocksCleared):
             continue
@@ -143,4 +151,7 @@ def read_sequence(frame: bytes) -> int:
     """The number in a sequence frame. Raises EventDecodeError."""
     if len(frame) != 8:
         raise EventDecodeError(f"the sequence frame has {len(frame)} bytes, not 8")
-    return int.from_bytes(frame, "big")
+    sequence = int.from_bytes(frame, "big")
+    if sequence > SEQUENCE_MAX:
+        raise EventDecodeError(f"the number {sequence} is beyond {SEQUENCE_MAX}")
+    return sequence

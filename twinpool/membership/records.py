@@ -16,6 +16,7 @@ Record = WorkerRecord | RouterRecord
 R = TypeVar("R", bound=Record)
 
 _MAX_TEXT_CHARS: Final = 4096
+_MAX_COUNT: Final = (1 << 31) - 1
 
 
 class RecordError(ValueError):
@@ -71,6 +72,9 @@ def _worker_problem(record: WorkerRecord) -> str:
         return "it has no role"
     if record.state == WORKER_STATE_UNSPECIFIED:
         return "it has no state"
+    for field in ("num_blocks", "block_tokens", "max_num_seqs"):
+        if not 0 < getattr(record, field) <= _MAX_COUNT:
+            return f"its {field} is {getattr(record, field)}, not 1 to {_MAX_COUNT}"
     for field in ("fingerprint", "model", "family", "model_path"):
         if len(getattr(record, field)) > _MAX_TEXT_CHARS:
             return f"its {field} is longer than {_MAX_TEXT_CHARS} characters"
@@ -81,10 +85,11 @@ def _is_address(text: str) -> bool:
     host, colon, port = text.rpartition(":")
     return (
         bool(host and colon)
+        # First: Python refuses to read numbers of thousands of digits.
+        and len(text) < 300
         and port.isascii()
         and port.isdigit()
         and 0 < int(port) < 65536
-        and len(text) < 300
     )
 
 

@@ -226,3 +226,41 @@ def test_a_directory_without_weights_says_what_it_looked_for(single: Path) -> No
     (single / SINGLE_FILE).unlink()
     with pytest.raises(CheckpointError, match=f"holds neither {INDEX_FILE} nor {SINGLE_FILE}"):
         load_model(single)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_hidden_layers": 1 << 30}, "num_hidden_layers"),
+        ({"vocab_size": 1 << 30}, "vocab_size"),
+        ({"hidden_size": 1 << 30}, "hidden_size"),
+        ({"intermediate_size": 1 << 31}, "intermediate_size"),
+        ({"head_dim": 1 << 28}, "num_attention_heads"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 1,
+                    "low_freq_factor": 0,
+                    "high_freq_factor": 0,
+                }
+            },
+            "ZeroDivision",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "rope_theta": 1.0}}, "ZeroDivision"),
+    ],
+)
+def test_sizes_that_the_tensors_do_not_have(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    """A config.json that claims a gigantic model must not make the loader build one."""
+    path = write_tiny(tmp_path, "llama", layers=2, hidden=32, vocab=300)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(CheckpointError, match=named):
+        load_model(path)
+
+
+def test_a_config_nested_deeper_than_python_follows(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, "llama", layers=2, hidden=32, vocab=300)
+    (path / "config.json").write_text('{"a":' + "[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_model(path)

@@ -40,6 +40,9 @@ def worker(name: str = "w", incarnation: int = 7, **fields: Any) -> WorkerRecord
         "role": ROLE_PREFILL,
         "state": WORKER_STATE_STARTING,
         "endpoint": "127.0.0.1:1000",
+        "num_blocks": 8,
+        "block_tokens": 16,
+        "max_num_seqs": 4,
     }
     return WorkerRecord(**(values | fields))
 

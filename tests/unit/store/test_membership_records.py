@@ -30,6 +30,9 @@ def worker(name: str = "w", incarnation: int = 7, **fields: Any) -> WorkerRecord
         "role": ROLE_PREFILL,
         "state": WORKER_STATE_STARTING,
         "endpoint": "127.0.0.1:1000",
+        "num_blocks": 8,
+        "block_tokens": 16,
+        "max_num_seqs": 4,
     }
     return WorkerRecord(**(values | fields))
 
@@ -46,6 +49,10 @@ def worker(name: str = "w", incarnation: int = 7, **fields: Any) -> WorkerRecord
         (worker(state=0), "state"),
         (worker(endpoint=""), "endpoint"),
         (worker(endpoint="h:99999"), "endpoint"),
+        (worker(endpoint="h:" + "9" * 5000), "endpoint"),
+        (worker(num_blocks=0), "num_blocks"),
+        (worker(block_tokens=(1 << 32) - 1), "block_tokens"),
+        (worker(max_num_seqs=0), "max_num_seqs"),
         (worker(metrics_endpoint="h"), "metrics endpoint"),
         (worker(model="m" * 5000), "model"),
         (RouterRecord(name="r", endpoint="h:1"), "incarnation"),

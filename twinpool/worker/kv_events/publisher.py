@@ -29,6 +29,12 @@ P = ParamSpec("P")
 SEND_QUEUE: Final = 20_000
 """Messages that may wait for one slow subscriber or for one who asked for a replay. More are lost, which it notices."""
 
+REQUEST_BYTES_MAX: Final = 4096
+"""Longest message that is taken from others: a question or a subscription has less than 100 bytes."""
+
+REQUESTS_A_TURN: Final = 32
+"""Who asks more must not keep the thread from publishing."""
+
 STOP_SECONDS: Final = 5.0
 
 
@@ -159,22 +165,27 @@ class EventPublisher:
     # --- those who missed something
 
     def _answer(self) -> None:
-        while True:
+        for _ in range(REQUESTS_A_TURN):
             try:
                 frames = self._replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 3 and len(frames[2]) == 8:
-                kind, answer = "replay", self._locked(self._stream.replay, wire.read_sequence(frames[2]))
-            elif len(frames) == 4 and frames[2] == wire.SNAPSHOT:
-                kind, answer = "snapshot", self._locked(self._stream.snapshot)
-            else:
+            try:
+                kind, answer = self._asked(frames)
+            except wire.EventDecodeError:
                 metrics.WORKER_KV_EVENT_REQUESTS.labels("invalid").inc()
                 continue
             metrics.WORKER_KV_EVENT_REQUESTS.labels(kind).inc()
             for sequence, payload in answer:
                 self._send(frames[0], wire.write_sequence(sequence), payload)
             self._send(frames[0], wire.END_SEQUENCE, b"")
+
+    def _asked(self, frames: list[bytes]) -> tuple[str, list[Numbered]]:
+        if len(frames) == 3:
+            return "replay", self._locked(self._stream.replay, wire.read_sequence(frames[2]))
+        if len(frames) == 4 and frames[2] == wire.SNAPSHOT:
+            return "snapshot", self._locked(self._stream.snapshot)
+        raise wire.EventDecodeError("neither a number nor a snapshot is asked for")
 
     def _locked(self, call: Callable[P, list[Numbered]], *args: P.args, **kwargs: P.kwargs) -> list[Numbered]:
         with self._lock:
@@ -189,6 +200,7 @@ def _bind(sock: "zmq.Socket[bytes]", host: str, port: int) -> str:
     """Binds and returns host:port, with the host as it was given."""
     sock.set_hwm(SEND_QUEUE)
     sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
     sock.setsockopt(zmq.IPV6, 1)
     try:
         # ZeroMQ binds to addresses alone.

@@ -37,5 +37,5 @@ class ReplayRing:
 
     def since(self, sequence: int) -> Iterator[tuple[int, bytes]]:
         """What is here of ``sequence`` and all after it."""
-        start = max(sequence, self.first)
+        start = min(max(sequence, self.first), self.next)
         return enumerate(islice(self._payloads, start - self.first, None), start)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients and operators send, over real sockets: the bytes of every call to a router with workers behind it.
+
+A call is refused with a row of the error table or answered, whatever its bytes are; workers' own check takes every command that
+comes of it; and nothing of it is left.
+"""
+
+import asyncio
+import json
+import tempfile
+from contextlib import AsyncExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tests.fuzz.shake import message_mutator
+from tests.fuzz.target import Target
+from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.fake_cluster import FakeCluster, fake_cluster
+from twinpool.errors import TABLE, from_rpc_error
+from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import router_pb2
+from twinpool.v1 import worker_pb2 as worker
+from twinpool.worker.commands import Limits, parse_command
+
+BLOCK, BLOCKS, CONTEXT, VOCABULARY = 16, 64, 512, 258
+LIMITS = Limits(BLOCK, BLOCKS, CONTEXT, 8, VOCABULARY)
+METHODS: list[tuple[str, type]] = [
+    ("InferenceService/Generate", pb.GenerateRequest),
+    ("InferenceService/Tokenize", pb.TokenizeRequest),
+    ("InferenceService/Resume", pb.ResumeRequest),
+    ("InferenceService/Cancel", pb.CancelRequest),
+    ("InferenceService/ListModels", pb.ListModelsRequest),
+    ("RouterService/LookupPrefix", router_pb2.LookupPrefixRequest),
+    ("RouterService/TraceRequest", router_pb2.TraceRequestRequest),
+    ("RouterService/HandOver", router_pb2.HandOverRequest),
+]
+KINDS = [kind for _, kind in METHODS]
+STREAMS = {"Generate", "Resume"}
+CALL_SECONDS = 60.0
+
+
+class World:
+    """A router with two workers, for the life of the process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.stack = AsyncExitStack()
+        self.cluster: FakeCluster = self.loop.run_until_complete(self._start())
+
+    async def _start(self) -> FakeCluster:
+        path = write_byte_tokenizer(Path(tempfile.mkdtemp(prefix="twinpool-fuzz-")))
+        sizes = {"num_blocks": BLOCKS, "max_context_tokens": CONTEXT, "vocab_size": VOCABULARY}
+        return await self.stack.enter_async_context(fake_cluster(path, **sizes))
+
+    async def call(self, method: str, data: bytes) -> grpc.aio.AioRpcError | None:
+        channel, path = self.cluster.channel, f"/twinpool.v1.{method}"
+        plain: Any = {"request_serializer": None, "response_deserializer": None}
+        try:
+            if method.partition("/")[2] in STREAMS:
+                async for _ in channel.unary_stream(path, **plain)(data, timeout=CALL_SECONDS):
+                    pass
+            else:
+                await channel.unary_unary(path, **plain)(data, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error
+        return None
+
+    def commands(self) -> list[worker.SessionRequest]:
+        """What the workers were told since they were last asked."""
+        told = []
+        for made in self.cluster.workers.values():
+            told += [worker.SessionRequest(prefill=command) for command in made.prefills]
+            told += [worker.SessionRequest(decode=command) for command in made.decodes]
+            made.prefills.clear()
+            made.decodes.clear()
+        return told
+
+
+@cache
+def world() -> World:
+    return World()
+
+
+def run(data: bytes) -> None:
+    method, kind = METHODS[data[0] % len(METHODS) if data else 0]
+    made = world()
+    error = made.loop.run_until_complete(made.call(method, data[1:]))
+    if error is not None:
+        known = from_rpc_error(error)
+        parses = True
+        try:
+            kind.FromString(data[1:])  # type: ignore[attr-defined]
+        except Exception:
+            parses = False
+        # gRPC's own answer to bytes that are no message, where the service does not look itself.
+        assert not parses or error.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), known
+        assert known.reason in TABLE
+        assert len(known.message) < 2000, "a message of the size of its request"
+        assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED, known
+    for command in made.commands():
+        # What compiles grammars has tests of its own.
+        getattr(command, str(command.WhichOneof("message"))).draw.ClearField("grammar")
+        parse_command(command, LIMITS)
+    assert made.cluster.router.core.stats()["reservations"] == 0
+
+
+def seeds() -> list[bytes]:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hé")])
+    call = pb.ToolCall(id="1", name="f", arguments_json="{}")
+    tools = pb.ChatMessages(
+        messages=[pb.ChatMessage(role="assistant", tool_calls=[call])],
+        tools=[pb.Tool(name="f", description="d", parameters_json=json.dumps({"type": "object"}))],
+        variables_json='{"a": 1}',
+    )
+    few = pb.StopConditions(max_tokens=4)
+    requests: list[Any] = [
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(40)), stop=few),
+        pb.GenerateRequest(
+            text="hello",
+            stop=pb.StopConditions(max_tokens=9, min_tokens=1, stop_strings=["x"], stop_token_ids=[3]),
+            sampling=pb.SamplingParams(temperature=0.5, top_p=0.9, top_k=5, seed=3),
+            n=2,
+            logprobs=2,
+            request_id="r",
+            priority=3,
+            tenant="t",
+        ),
+        pb.GenerateRequest(chat=chat, model="fake", stop=few),
+        pb.GenerateRequest(chat=tools, stop=few),
+        pb.TokenizeRequest(text="abc"),
+        pb.TokenizeRequest(chat=chat),
+        pb.ResumeRequest(token=b"\x01" + bytes(40), next_index=[3]),
+        pb.CancelRequest(token=b"\x01" + bytes(40)),
+        pb.ListModelsRequest(),
+        router_pb2.LookupPrefixRequest(text="abc"),
+        router_pb2.TraceRequestRequest(request_id="r"),
+        router_pb2.HandOverRequest(stream_id="s"),
+    ]
+    return [bytes([KINDS.index(type(made))]) + made.SerializeToString() for made in requests]
+
+
+TARGETS = {"inference": Target("inference", run, seeds, message_mutator(KINDS))}
