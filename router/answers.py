@@ -24,6 +24,7 @@ class AnswerMaker:
             tokenizer.detokenizer(keep=prepared.kept_tokens),
             prepared.stop_strings,
             min_tokens=prepared.min_tokens,
+            include_stop=prepared.include_stop,
         )
 
     def make(self, prepared: Prepared) -> Answer:

@@ -94,6 +94,7 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _both("stop.min_tokens", "draw.stop.min_tokens", "the first token may not be a stop token below it"),
     _router("stop.stop_strings", "only the router has text; it cancels the decode leg at a match"),
     _both("stop.stop_token_ids", "draw.stop_token_ids", "joined with the model's own end-of-sequence ids"),
+    _router("stop.include_stop", "only the router has text"),
     _both("stop.ignore_eos", "draw.stop.ignore_eos", "leaves the model's own ids out of draw.stop_token_ids"),
     *(
         _both(f"structured.{form}", "draw.grammar", "compiled to one grammar by the router")

@@ -67,6 +67,7 @@ class Params:
     stop_strings: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    include_stop: bool
     n: int
     logprobs: int | None
     priority: int
@@ -82,7 +83,8 @@ class Prepared:
     ``request_id`` is minted by the router and unique in the cluster; ``client_id`` is what the client called it.
     ``tokens`` is int32 ``[prompt]``; ``hashes`` uint8 ``[full blocks, 16]``. ``arrival`` and ``tokenized`` are
     ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored. ``drawn``: ids at
-    the prompt's end that are output already, where an answer goes on. ``grammar``: what the output must follow.
+    the prompt's end that are output already, where an answer goes on. ``include_stop``: whether a stop
+    string is part of the text. ``grammar``: what the output must follow.
     ``kept_tokens``: special tokens that are part of the text. ``portable``: what another router needs of it, if it can
     be resumed; the decode worker keeps it.
     """
@@ -109,6 +111,7 @@ class Prepared:
     tokenized: float
     deadline: Deadline
     drawn: int = 0
+    include_stop: bool = False
     grammar: str = ""
     kept_tokens: tuple[str, ...] = ()
     adapter: str = ""

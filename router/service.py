@@ -225,6 +225,7 @@ class InferenceService(SideCalls):
             stop_strings=params.stop_strings,
             stop_token_ids=tuple(sorted({*params.stop_token_ids, *own})),
             ignore_eos=params.ignore_eos,
+            include_stop=params.include_stop,
             n=params.n,
             logprobs=params.logprobs,
             priority=params.priority,

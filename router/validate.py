@@ -93,6 +93,7 @@ def check_params(
         stop_strings=tuple(stop.stop_strings),
         stop_token_ids=tuple(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
+        include_stop=stop.include_stop,
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         priority=request.priority,

@@ -59,6 +59,7 @@ class Sampled(Body):
     min_tokens: Uint32 | None = None
     stop_token_ids: list[Uint32] | None = None
     ignore_eos: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
     priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     preemptible: StrictBool | None = None
     request_id: str | None = None
@@ -82,6 +83,7 @@ class Sampled(Body):
         request.stop.stop_strings.extend([self.stop] if isinstance(self.stop, str) else self.stop or ())
         request.stop.stop_token_ids.extend(self.stop_token_ids or ())
         request.stop.ignore_eos = self.ignore_eos or False
+        request.stop.include_stop = self.include_stop_str_in_output or False
         request.n = 1 if self.n is None else self.n
         request.priority = self.priority or 0
         if self.preemptible is not None:

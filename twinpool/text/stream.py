@@ -27,12 +27,18 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop_strings: Sequence[str] = (), *, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
-        """Raises ValueError for an empty stop string."""
+        """``include_stop``: the stop string that ends the choice is part of the text. Raises ValueError for an empty one."""
         self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stop_strings) if stop_strings else None
         self._unmatched = min_tokens
+        self._include_stop = include_stop
         self._tokens = 0
 
     @property
@@ -62,7 +68,7 @@ class TextStream:
                 continue
             out.append(self._matcher.push(text))
             if hit := self._matcher.hit:
-                return TextDelta("".join(out), count, hit)
+                return TextDelta("".join(out) + self._ending(hit), count, hit)
         return TextDelta("".join(out), len(token_ids), None)
 
     def finish(self) -> TextDelta:
@@ -73,5 +79,8 @@ class TextStream:
             return TextDelta("", 0, None)
         text = self._matcher.push(self._detokenizer.flush())
         if hit := self._matcher.hit:
-            return TextDelta(text, 0, hit)
+            return TextDelta(text + self._ending(hit), 0, hit)
         return TextDelta(text + self._matcher.flush(), 0, None)
+
+    def _ending(self, hit: StopStringHit) -> str:
+        return hit.value if self._include_stop else ""

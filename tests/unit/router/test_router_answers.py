@@ -120,6 +120,16 @@ async def test_a_stop_string_across_tokens_stops_the_worker(model_path: Path) ->
         assert not cluster.workers["p0"].prefills[0].draw.stop.stop_strings
 
 
+async def test_a_stop_string_may_be_part_of_the_text(model_path: Path) -> None:
+    async with fake_cluster(model_path) as cluster:
+        request = generate(max_tokens=400)
+        request.stop.stop_strings.append("EFG")
+        request.stop.include_stop = True
+        answer = await cluster.ask(request)
+        assert answer.text() == "ABCDEFG"
+        assert answer.finished.choices[0].stop_string == "EFG"
+
+
 async def test_a_stop_string_in_the_first_token(model_path: Path) -> None:
     async with fake_cluster(model_path) as cluster:
         request = generate(max_tokens=2000)

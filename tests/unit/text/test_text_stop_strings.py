@@ -78,7 +78,8 @@ def test_a_stream_cuts_text_and_tokens_at_the_stop(data: st.DataObject) -> None:
     stops = data.draw(st.lists(st.text("ab 日", min_size=1, max_size=3), max_size=3))
     tokens = zoo.byte_level().encode(text).ids
     minimum = data.draw(st.integers(0, len(tokens)))
-    stream = TextStream(FACTORY.create(), stops, min_tokens=minimum)
+    included = data.draw(st.booleans())
+    stream = TextStream(FACTORY.create(), stops, min_tokens=minimum, include_stop=included)
     got, counted, hit, position = "", 0, None, 0
     while position < len(tokens):
         step = data.draw(st.integers(1, 5))
@@ -89,6 +90,9 @@ def test_a_stream_cuts_text_and_tokens_at_the_stop(data: st.DataObject) -> None:
     before = FACTORY.create()
     unmatched = before.push(tokens[:minimum])
     expected, stop = reference(before.push(tokens[minimum:]) + before.flush(), stops)
+    if included and stop is not None:
+        assert got.endswith(stop)
+        got = got.removesuffix(stop)
     assert got == unmatched + expected
     assert stream.tokens == counted
     if stop is None:
@@ -109,3 +113,5 @@ def test_a_stop_that_only_the_flush_completes() -> None:
     assert stream.push([half]).text == ""
     end = stream.finish()
     assert (end.text, end.stop.value if end.stop else None) == ("", "�")
+    stream = TextStream(FACTORY.create(), ["�"], include_stop=True)
+    assert stream.push([half]).text + stream.finish().text == "�"
