@@ -118,6 +118,7 @@ class Router:
             self.models,
             self.tokenize,
             self.traces,
+            self.tenants,
             max_message_bytes=self.config.router.max_message_bytes,
         )
 

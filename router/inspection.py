@@ -14,6 +14,7 @@ from twinpool.router.index import WorkerLocality
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
 from twinpool.router.placement import Fleet
+from twinpool.router.tenants import Caller, Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import Placement, Trace, TraceBook
 from twinpool.v1 import control_pb2, router_pb2_grpc, worker_pb2
@@ -48,6 +49,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         models: ModelTable,
         tokenize: TokenizeHop,
         traces: TraceBook,
+        tenants: Tenants,
         *,
         max_message_bytes: int,
     ) -> None:
@@ -59,6 +61,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         self._models = models
         self._tokenize = tokenize
         self._traces = traces
+        self._tenants = tenants
         # Half a message leaves room for what frames the piece.
         self._chunk_bytes = min(_CHUNK_BYTES, max_message_bytes // 2)
 
@@ -66,6 +69,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.InspectRouterRequest, context: Context
     ) -> pb.InspectRouterResponse:
         """See the protocol."""
+        self._tenants.admit_operator(Caller.of(context))
         condition, stats = self._locality.condition, self._core.stats()
         known = {status.key: status for status in self._locality.statuses()}
         return pb.InspectRouterResponse(
@@ -88,6 +92,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.LookupPrefixRequest, context: Context
     ) -> pb.LookupPrefixResponse:
         """See the protocol."""
+        self._tenants.admit_operator(Caller.of(context))
         target = self._models.resolve(request.model)
         tokens, _ = await self._tokenize.prompt(request, target.tokenizer, target.group)
         _, hashes = self._tokenize.hash(tokens, target.group, request.tenant, request.adapter)
@@ -109,6 +114,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.TraceRequestRequest, context: Context
     ) -> pb.TraceRequestResponse:
         """See the protocol."""
+        self._tenants.admit_operator(Caller.of(context))
         trace = self._traces.find(request.request_id)
         if trace is None:
             raise TwinpoolError(
@@ -122,6 +128,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.FetchRecordingRequest, context: Context
     ) -> AsyncIterator[pb.FetchRecordingResponse]:
         """See the protocol."""
+        self._tenants.admit_operator(Caller.of(context))
         # Compressing takes some 10 ms a megabyte: not on the loop of the streams.
         log = await asyncio.to_thread(self._core.recorded)
         if not log:

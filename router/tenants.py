@@ -54,10 +54,22 @@ class Tenant(BaseModel):
         return f"shared/{self.cache}" if self.cache else self.name
 
 
-class _File(BaseModel):
+class Operators(BaseModel):
+    """Who may ask a router what it knows of everybody's requests."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: tuple[str, ...] = ()
+    identities: tuple[str, ...] = ()
+
+
+class TenantsFile(BaseModel):
+    """The whole file."""
+
     model_config = ConfigDict(extra="forbid")
 
     tenants: list[Tenant]
+    operators: Operators = Operators()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +96,8 @@ def key_of(headers: Mapping[str, str]) -> str:
     return headers.get("x-api-key", "")
 
 
-def read_tenants(path: str) -> list[Tenant]:
-    """The tenants of a file. Raises ConfigError, which names what is wrong but holds no key."""
+def read_tenants(path: str) -> TenantsFile:
+    """Reads a file. Raises ConfigError, which names what is wrong but holds no key."""
     try:
         content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -93,18 +105,21 @@ def read_tenants(path: str) -> list[Tenant]:
     except (yaml.YAMLError, UnicodeDecodeError):
         raise ConfigError(f"{_SECTION}: {path} is not YAML", key=_SECTION) from None
     try:
-        tenants = _File.model_validate(content).tenants
+        found = TenantsFile.model_validate(content)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"])) or "it"
         raise ConfigError(f"{_SECTION}: {path}: {where}: {fault['msg']}", key=_SECTION) from None
-    _check(path, tenants)
-    return tenants
+    _check(path, found)
+    return found
 
 
-def _check(path: str, tenants: list[Tenant]) -> None:
+def _check(path: str, file: TenantsFile) -> None:
+    operators = Tenant.model_construct(
+        name="operators", keys=file.operators.keys, identities=file.operators.identities
+    )
     seen: set[str] = set()
-    for tenant in tenants:
+    for tenant in (operators, *file.tenants):
         own = [tenant.name, *tenant.keys, *(f"identity {name}" for name in tenant.identities)]
         if len(set(own)) != len(own) or not seen.isdisjoint(own):
             raise ConfigError(
@@ -130,6 +145,7 @@ class Tenants:
         self._by_name: dict[str, Tenant] = {}
         self._by_key: dict[str, Tenant] = {}
         self._by_identity: dict[str, Tenant] = {}
+        self._operators = Operators()
         self._stamp: tuple[int, int, int] | None = None
         if path:
             self._load()
@@ -164,6 +180,19 @@ class Tenants:
         if named not in ("", tenant.name):
             raise TwinpoolError("PERMISSION_DENIED", "the request names another tenant", field="tenant")
         return tenant.name
+
+    def admit_operator(self, caller: Caller) -> None:
+        """Raises UNAUTHENTICATED for who is not an operator; without a file everybody is."""
+        own = self._operators
+        known = (
+            digest_of(caller.key) in own.keys
+            if caller.key
+            else any(name in own.identities for name in caller.identities)
+        )
+        if self.closed and not known:
+            raise TwinpoolError(
+                "UNAUTHENTICATED", "no API key or client certificate of an operator was shown"
+            )
 
     def allowed(self, tenant: str, model: str) -> bool:
         """Whether a tenant may use a model."""
@@ -201,7 +230,8 @@ class Tenants:
         )
 
     def _load(self) -> None:
-        stamp, tenants = self._stamps(), read_tenants(self._path)
+        stamp, file = self._stamps(), read_tenants(self._path)
+        tenants, self._operators = file.tenants, file.operators
         self._by_name = {tenant.name: tenant for tenant in tenants}
         self._by_key = {key: tenant for tenant in tenants for key in tenant.keys}
         self._by_identity = {name: tenant for tenant in tenants for name in tenant.identities}

@@ -20,9 +20,12 @@ RECORDING_TIMEOUT_SECONDS = 300.0
 class RouterClient:
     """One channel to a router. Errors of the server are raised as TwinpoolError with the server's reason."""
 
-    def __init__(self, endpoint: str, rpc: RpcConfig | None = None, tls: TlsConfig | None = None) -> None:
+    def __init__(
+        self, endpoint: str, rpc: RpcConfig | None = None, tls: TlsConfig | None = None, *, key: str = ""
+    ) -> None:
+        """``key``: an operator's API key, where the cluster has tenants."""
         self.endpoint = endpoint
-        self._channel = channel(endpoint, rpc or RpcConfig(), tls)
+        self._channel = channel(endpoint, rpc or RpcConfig(), tls, key=key)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

@@ -20,7 +20,7 @@ from twinpool.control.cli.output import (
     out,
 )
 from twinpool.control.cli.progress import Stages, stages
-from twinpool.control.cli.target import ClusterOption, EndpointOption, router_endpoints, run_command
+from twinpool.control.cli.target import ClusterOption, EndpointOption, api_key, router_endpoints, run_command
 from twinpool.router_client import RouterClient
 
 app = typer.Typer(help="Look at the router's deterministic core.", no_args_is_help=True)
@@ -77,7 +77,7 @@ async def _fetch(endpoint: str, path: Path, progress: Stages) -> int:
     progress.stage(f"fetching the log of {endpoint}")
     # Pieces are a megabyte at most: a write is shorter than what a thread for it would cost.
     with path.open("wb") as file:
-        async with RouterClient(endpoint) as client:
+        async with RouterClient(endpoint, key=api_key()) as client:
             async for piece in client.recording():
                 size += file.write(piece.data)
                 progress.stage(f"fetching the log of {endpoint}", f"{size} of {piece.total_bytes} bytes")

@@ -23,7 +23,7 @@ from twinpool.control.cli.output import (
     err,
     fail,
 )
-from twinpool.control.cli.target import ClusterOption, router_endpoint, run_command
+from twinpool.control.cli.target import ClusterOption, api_key, router_endpoint, run_command
 from twinpool.control.cli.trace_options import (
     Requests,
     Seed,
@@ -124,7 +124,7 @@ async def _run(
     tell: Tell,
 ) -> dict[str, object]:
     async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(each)) for each in endpoints]
+        clients = [await stack.enter_async_context(Client(each, key=api_key())) for each in endpoints]
         served = _model(await clients[0].models(), model)
         replay = Replay(trace, clients, served, closed=closed, limits=limits, seed=seed, tell=tell)
         with contextlib.suppress(asyncio.CancelledError):

@@ -2,6 +2,7 @@
 """Which cluster a command talks to: an endpoint given, or the local cluster's state file."""
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
@@ -31,6 +32,9 @@ ControlOption = Annotated[
     ),
 ]
 
+KEY_VARIABLE = "TWINPOOL_KEY"
+"""The API key that commands show; a flag would be seen by everybody on the machine."""
+
 _USAGE_CODES = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS"}
 _UNAVAILABLE_CODES = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 
@@ -56,6 +60,11 @@ def router_endpoints(cluster: str, endpoint: str) -> list[str]:
 def control_endpoint(cluster: str, endpoint: str) -> str:
     """Where to send an operator's calls."""
     return endpoint or local_state(cluster).control_endpoint
+
+
+def api_key() -> str:
+    """The key that commands show; "" for none."""
+    return os.environ.get(KEY_VARIABLE, "")
 
 
 def run_command(main: Coroutine[Any, Any, T]) -> T:

@@ -21,6 +21,7 @@ from twinpool.client import Client, request
 from twinpool.cluster_client import ClusterClient
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.router.tenants import Caller, Tenants, read_tenants
+from twinpool.router_client import RouterClient
 from twinpool.rpc import digest_of, new_key
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import inference_pb2_grpc
@@ -168,6 +169,22 @@ async def test_our_own_clients_show_a_key(model: Path, tmp_path: Path) -> None:
         async with Client(endpoint) as client:
             with pytest.raises(TwinpoolError, match="UNAUTHENTICATED"):
                 await client.models()
+
+
+async def test_only_operators_see_what_everybody_asks(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "operators.yaml"
+    path.write_text(yaml.safe_dump({"tenants": [red()], "operators": {"keys": [digest_of(BLUE)]}}))
+    async with chat_cluster(model, "abc", tenants_file=str(path)) as cluster:
+        assert await reason(cluster, generate(request_id="mine"), RED) == ""
+        async with RouterClient(cluster.router.endpoint, key=BLUE) as client:
+            assert (await client.trace("mine")).state == "Finished"
+            assert len((await client.inspect()).workers) == 2
+        for key in ("", RED):
+            async with RouterClient(cluster.router.endpoint, key=key) as client:
+                for call in (client.trace("mine"), client.inspect()):
+                    with pytest.raises(TwinpoolError, match="UNAUTHENTICATED"):
+                        await call
+        assert await reason(cluster, generate(), BLUE) == "UNAUTHENTICATED", "an operator is no tenant"
 
 
 async def test_over_http(model: Path, tmp_path: Path) -> None:
