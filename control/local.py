@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +20,13 @@ import psutil
 
 from twinpool.client import Client
 from twinpool.config import TwinpoolConfig, to_env
+from twinpool.control.operations import Operations
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
+from twinpool.rpc import channel
 from twinpool.store import Store, StoreServer, connect_store, start_store
 
 T = TypeVar("T")
@@ -50,6 +53,7 @@ class LocalCluster:
         self._pools: RayPools | None = None
         self._routers: list[subprocess.Popen[bytes]] = []
         self._control: ControlServer | None = None
+        self._operations: Operations | None = None
         self.router_endpoints: list[str] = []
         self.http_endpoints: list[str] = []
 
@@ -106,9 +110,12 @@ class LocalCluster:
         progress("Starting Ray", "")
         self._pools = RayPools(self.config, self.directory / "logs")
         await _unless(self._pools.start(), stopping)
-        wanted = pools.prefill_workers + pools.decode_workers
+        connect = partial(channel, config=self.config.rpc, tls=self.config.tls)
+        self._operations = Operations(self._store, self.config, self._view, self._pools, connect)
+        await self._operations.load()
+        await _unless(self._pools.launch(self._operations.retired), stopping)
+        wanted = len(self._pools.names)
         progress("Loading the workers", f"0 of {wanted} ready")
-        await _unless(self._pools.launch(), stopping)
         await _unless(
             self._view.wait_workers(
                 wanted,
@@ -128,13 +135,16 @@ class LocalCluster:
         self.http_endpoints = [record.http_endpoint for record in records if record.http_endpoint]
         for endpoint in self.router_endpoints:
             await _unless(self._wait_serving(endpoint), stopping)
-        self._control = ControlServer(self.config, self._view)
+        self._operations.resume()
+        self._control = ControlServer(self.config, self._view, self._operations)
         await self._control.start()
 
     async def stop(self) -> None:
         """Ends everything in the reverse order of its start. Never raises; each step is bounded."""
         if self._control is not None:
             await _quietly("control", self._control.stop())
+        if self._operations is not None:
+            await _quietly("operations", self._operations.stop())
         await _quietly("routers", asyncio.to_thread(self._stop_routers))
         if self._pools is not None:
             await _quietly("pools", self._pools.stop())
@@ -170,8 +180,8 @@ class LocalCluster:
                 models = await client.models()
                 if any(
                     model.ready
-                    and model.prefill_workers >= pools.prefill_workers
-                    and model.decode_workers >= pools.decode_workers
+                    and model.prefill_workers >= self.pools.count("prefill")
+                    and model.decode_workers >= self.pools.count("decode")
                     for model in models
                 ):
                     return

@@ -3,14 +3,16 @@
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from twinpool import logs, rpc
 from twinpool.config import TwinpoolConfig
+from twinpool.control.operations import Operations
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
-from twinpool.rpc import stop_event
+from twinpool.rpc import channel, stop_event
 from twinpool.store import connect_store
 
 log = logs.get_logger(__name__)
@@ -27,13 +29,16 @@ async def _control(config: TwinpoolConfig) -> int:
     store = await asyncio.to_thread(connect_store, config.cluster)
     view = ClusterView(store, config)
     pools = RayPools(config, Path(tempfile.gettempdir()))
-    server = ControlServer(config, view)
+    operations = Operations(store, config, view, pools, partial(channel, config=config.rpc, tls=config.tls))
+    server = ControlServer(config, view, operations)
     try:
         await view.start()
+        await operations.load()
+        await pools.start()
+        await pools.launch(operations.retired)
+        operations.resume()
         await server.start()
         log.info("control_serving", endpoint=server.endpoint)
-        await pools.start()
-        await pools.launch()
         while not stopping.is_set():
             pools.check()
             try:
@@ -43,6 +48,7 @@ async def _control(config: TwinpoolConfig) -> int:
         return 0
     finally:
         await server.stop()
+        await operations.stop()
         await pools.stop()
         await view.stop()
         await asyncio.to_thread(store.close)

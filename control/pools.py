@@ -23,6 +23,8 @@ ACTOR_STOP_SECONDS = 15.0
 HEAD_AWAY_SECONDS = 7 * 24 * 3600
 """How long Ray's processes wait for a head that is gone. Workers serve without it; only restarts need it."""
 ROLES = ("prefill", "decode")
+# Between two looks whether the name of an actor that was ended is free.
+NAME_SECONDS = 0.05
 
 log = get_logger(__name__)
 
@@ -45,6 +47,10 @@ class RayPools:
     def names(self) -> list[str]:
         """Names of the workers."""
         return sorted(self._actors)
+
+    def count(self, role: str) -> int:
+        """Workers of a role."""
+        return sum(name.startswith(f"{self._config.worker.pool}-{role}-") for name in self._actors)
 
     async def start(self) -> None:
         """Joins the configured Ray cluster or starts a local one."""
@@ -88,12 +94,15 @@ class RayPools:
     def _namespace(self) -> str:
         return f"twinpool-{self._config.cluster.name}"
 
-    async def launch(self) -> None:
-        """Creates the actors; returns once all are on their way. Readiness shows in the store."""
+    async def launch(self, without: frozenset[str] = frozenset()) -> None:
+        """Creates the actors, but for those of the names ``without``; returns once all are on their way. Readiness shows in the
+        store."""
         pools = self._config.pools
         for role, count in zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True):
             for index in range(count):
-                await self._run(self._create, role, f"{self._config.worker.pool}-{role}-{index}")
+                name = f"{self._config.worker.pool}-{role}-{index}"
+                if name not in without:
+                    await self._run(self._create, role, name)
         log.info("workers_launched", workers=self.names)
 
     def _create(self, role: str, name: str) -> None:
@@ -121,12 +130,51 @@ class RayPools:
 
     def check(self) -> None:
         """Raises the error of a worker that could not start. Call it while waiting for readiness."""
-        for name, actor in self._actors.items():
-            if name not in self._started:
-                self._started[name] = asyncio.ensure_future(_call(actor.start.remote()))
-            future = self._started[name]
-            if future.done() and (error := future.exception()) is not None:
-                raise _cause(name, error)
+        for name in list(self._actors):
+            self.check_one(name)
+
+    def check_one(self, name: str) -> None:
+        """The same for one worker; nothing for one that is not run here."""
+        actor = self._actors.get(name)
+        if actor is None:
+            return
+        if name not in self._started:
+            self._started[name] = asyncio.ensure_future(_call(actor.start.remote()))
+        future = self._started[name]
+        if future.done() and not future.cancelled() and (error := future.exception()) is not None:
+            raise _cause(name, error)
+
+    def manages(self, name: str) -> bool:
+        """Whether a worker is run here."""
+        return name in self._actors
+
+    async def retire(self, name: str) -> None:
+        """Ends a worker's process, without a drain, and does not start it again. Returns once its name is free."""
+        import ray
+
+        actor = self._actors.pop(name, None)
+        started = self._started.pop(name, None)
+        if started is not None:
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
+        if actor is None:
+            return
+        with contextlib.suppress(Exception):  # it may be dead already
+            await self._run(partial(ray.kill, actor, no_restart=True))
+        while True:
+            if not await asyncio.to_thread(_is_named, name):
+                return
+            await asyncio.sleep(NAME_SECONDS)
+
+    async def add(self, role: str, name: str) -> None:
+        """Starts a worker, unless it is run here already. One that nobody here has run before is not started."""
+        if name not in self._actors and name in self._own_names():
+            await self._run(self._create, role, name)
+
+    def _own_names(self) -> set[str]:
+        pools = self._config.pools
+        counts = zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True)
+        return {f"{self._config.worker.pool}-{role}-{at}" for role, count in counts for at in range(count)}
 
     async def stop(self) -> None:
         """Stops every worker in order, then the local Ray."""
@@ -167,6 +215,17 @@ def _restore_signals() -> None:
         if handler is not None:
             signal.signal(number, handler)
             signal.siginterrupt(number, False)
+
+
+def _is_named(name: str) -> bool:
+    """Whether Ray still knows an actor of the name."""
+    import ray
+
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return False
+    return True
 
 
 async def _call(reference: Any) -> Any:

@@ -8,19 +8,23 @@ from typing import Any
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.operations import Operations
 from twinpool.control.view import ClusterView
+from twinpool.errors import TwinpoolError
 from twinpool.rpc import Server, join_address
 from twinpool.v1 import control_pb2, control_pb2_grpc
 
 SERVICE = "twinpool.v1.ControlService"
 STOP_GRACE_SECONDS = 1.0
+TIMEOUT_SECONDS_MAX = 86400.0
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers from the view of the store."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, operations: Operations) -> None:
         self._view = view
+        self._operations = operations
 
     async def ListWorkers(
         self,
@@ -30,15 +34,63 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """Lists the workers that the store knows."""
         return control_pb2.ListWorkersResponse(workers=self._view.workers(request.pool))
 
+    async def DrainWorker(
+        self,
+        request: control_pb2.DrainWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.DrainWorkerResponse:
+        """See ``Operations.begin``."""
+        kind = control_pb2.OPERATION_KIND_DRAIN
+        operation = await self._operations.begin(kind, request.worker, _seconds(request))
+        return control_pb2.DrainWorkerResponse(operation=operation)
+
+    async def RestartWorker(
+        self,
+        request: control_pb2.RestartWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.RestartWorkerResponse:
+        """See ``Operations.begin``."""
+        kind = control_pb2.OPERATION_KIND_RESTART
+        operation = await self._operations.begin(kind, request.worker, _seconds(request))
+        return control_pb2.RestartWorkerResponse(operation=operation)
+
+    async def GetOperation(
+        self,
+        request: control_pb2.GetOperationRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.GetOperationResponse:
+        """See ``Operations.get``."""
+        return control_pb2.GetOperationResponse(operation=self._operations.get(request.id))
+
+    async def ListOperations(
+        self,
+        request: control_pb2.ListOperationsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ListOperationsResponse:
+        """All that are known."""
+        return control_pb2.ListOperationsResponse(operations=self._operations.all())
+
+
+def _seconds(request: control_pb2.DrainWorkerRequest | control_pb2.RestartWorkerRequest) -> float | None:
+    """The timeout that was asked for. Raises INVALID_ARGUMENT."""
+    if not request.HasField("timeout"):
+        return None
+    seconds = request.timeout.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= TIMEOUT_SECONDS_MAX:
+        raise TwinpoolError(
+            "INVALID_ARGUMENT", f"timeout: {seconds:g} s is not in 0..{TIMEOUT_SECONDS_MAX:g}"
+        )
+    return seconds
+
 
 class ControlServer:
     """The gRPC server of the control process."""
 
-    def __init__(self, config: TwinpoolConfig, view: ClusterView) -> None:
+    def __init__(self, config: TwinpoolConfig, view: ClusterView, operations: Operations) -> None:
         self._config = config
         self._server = Server(config.rpc, config.tls)
         self._server.add(
-            SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, ControlServicer(view)
+            SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, ControlServicer(view, operations)
         )
         self.endpoint = ""
 

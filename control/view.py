@@ -70,6 +70,13 @@ class ClusterView:
 
         return await self._wait(ready, timeout, f"{count} routers")
 
+    async def changed(self, timeout: float) -> None:
+        """Returns once something has changed, after ``timeout`` seconds at the latest. Look first, then wait."""
+        event = self._changed
+        event.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), min(timeout, CHECK_SECONDS))
+
     def _on_event(self, _event: object) -> None:
         self._changed.set()
 

@@ -6,7 +6,7 @@ import typer
 
 from twinpool.client import Client
 from twinpool.config import RpcConfig
-from twinpool.control.cli import prefixes
+from twinpool.control.cli import drain, prefixes
 from twinpool.control.cli.output import Format, FormatOption, emit_rows
 from twinpool.control.cli.target import (
     ClusterOption,
@@ -23,6 +23,7 @@ from twinpool.v1 import control_pb2, control_pb2_grpc, worker_pb2
 app = typer.Typer(help="List what the cluster has.", no_args_is_help=True)
 app.command()(prefixes.prefixes)
 app.command()(prefixes.conditions)
+app.command()(drain.operations)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from twinpool import logs
 from twinpool.control.cli import config, core, get, model, serve
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
+from twinpool.control.cli.drain import drain, restart
 from twinpool.control.cli.generate import chat, generate
 from twinpool.control.cli.kernels import kernels_command
 from twinpool.control.cli.key import key_command
@@ -33,6 +34,8 @@ app.add_typer(serve.app, name="serve")
 app.command()(generate)
 app.command()(chat)
 app.add_typer(get.app, name="get")
+app.command()(drain)
+app.command()(restart)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

@@ -232,6 +232,18 @@ class WorkerSection(Section):
         le=86400,
         description="How long a loop may stand still before the worker ends itself, to be started anew, in seconds; 0: it never does.",
     )
+    offer_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        le=600,
+        description="How long other workers may pull the most used prefixes of a worker that leaves, in seconds; 0: none are offered.",
+    )
+    offer_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        le=1 << 40,
+        description="Most bytes of them that a worker that leaves offers.",
+    )
     linger_seconds: float = Field(
         default=1.0,
         ge=0,

@@ -9,6 +9,27 @@ from twinpool.errors.spec import C, ErrorSpec
 
 OPERATION: Final = (
     ErrorSpec(
+        "WORKER_NOT_FOUND",
+        C.NOT_FOUND,
+        False,
+        "there is no such worker",
+        "Use a name that `twinpool get workers` shows.",
+    ),
+    ErrorSpec(
+        "OPERATION_NOT_FOUND",
+        C.NOT_FOUND,
+        False,
+        "there is no such operation",
+        "Use the id that the command printed; ended operations are forgotten after a while.",
+    ),
+    ErrorSpec(
+        "OPERATION_RUNNING",
+        C.FAILED_PRECONDITION,
+        True,
+        "another operation of the worker is under way",
+        "Wait for its end, then try again.",
+    ),
+    ErrorSpec(
         "CONFIG_INVALID",
         C.FAILED_PRECONDITION,
         False,

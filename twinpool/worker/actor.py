@@ -102,12 +102,14 @@ class HostThread:
         self._host = host
         self._ready.set_result(host.health())
         failing = asyncio.ensure_future(host.failure())
-        await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        leaving = asyncio.ensure_future(host.asked_to_leave())
+        await asyncio.wait({failing, stopping, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             self.failure = failing.result()
-        failing.cancel()
-        stopping.cancel()
-        await host.stop(self._drain_seconds)
+        seconds = leaving.result() if leaving.done() else self._drain_seconds
+        for waiting in (failing, stopping, leaving):
+            waiting.cancel()
+        await host.stop(seconds)
         if self.failure is not None and not self.failure.superseded:
             os._exit(EXIT_FAILED)
 

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -30,8 +31,10 @@ from twinpool.v1.control_pb2 import CostModel, WorkerRecord, WorkerState
 from twinpool.worker.commands import worker_id
 from twinpool.worker.health import Health
 from twinpool.worker.kv_events import EventPublisher, SegmentWriter
+from twinpool.worker.prefix_offer import PrefixOffer
 from twinpool.worker.serving import Serving
 from twinpool.worker.stack import EngineStack, Facts, build_stack, describe
+from twinpool.worker.step_loop import LoopEndedError
 
 ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
@@ -74,6 +77,7 @@ class WorkerHost:
         self._health: Health | None = None
         self._store: Store | None = None
         self._registration: Registration | None = None
+        self._record: WorkerRecord | None = None
         self._events: EventPublisher | None = None
         self._segments: SegmentWriter | None = None
 
@@ -103,9 +107,36 @@ class WorkerHost:
                 await self._server.set_serving(False)
             if self._health.live:
                 with _logged("drain"):
-                    await self._serving.drain(seconds, self._config.worker.linger_seconds)
+                    await self._leave(self._serving, seconds)
         await self._close()
         log.info("worker_stopped", worker=str(self.key))
+
+    async def asked_to_leave(self) -> float | None:
+        """Waits until somebody asks the worker to leave (``WorkerService.Drain``); how long its requests may take, None: as
+        configured."""
+        assert self._serving is not None, "the worker is not started"
+        return await asyncio.shield(self._serving.drain_asked)
+
+    async def _leave(self, serving: Serving, seconds: float) -> None:
+        """What is cached is offered to others while what runs ends."""
+        worker = self._config.worker
+        offering = asyncio.ensure_future(self._offer(serving))
+        try:
+            await serving.drain(seconds, worker.linger_seconds)
+            await offering
+        finally:
+            offering.cancel()
+
+    async def _offer(self, serving: Serving) -> None:
+        config = self._config
+        if not config.worker.offer_seconds or self._store is None or self._record is None:
+            return
+        connect = partial(rpc.channel, config=config.rpc, tls=config.tls)
+        offer = PrefixOffer(
+            self._store, config.cluster.name, self._record, connect, config.worker.offer_seconds
+        )
+        with contextlib.suppress(LoopEndedError):
+            await offer.make(await serving.hot_prefixes(config.worker.offer_bytes))
 
     @property
     def ready(self) -> bool:
@@ -235,6 +266,8 @@ class WorkerHost:
             events_endpoint=self._events.events_endpoint if self._events is not None else "",
             replay_endpoint=self._events.replay_endpoint if self._events is not None else "",
         )
+
+        self._record = record
 
         def on_superseded() -> None:
             detail = f"another incarnation has registered as {self.key.name}"

@@ -39,11 +39,13 @@ async def _run(config: TwinpoolConfig, role: str) -> int:
         return EXIT_FAILED
     failure = asyncio.ensure_future(host.failure())
     stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
+    leave = asyncio.ensure_future(host.asked_to_leave())
+    await asyncio.wait({failure, stop, leave}, return_when=asyncio.FIRST_COMPLETED)
     failed = failure.done()
-    failure.cancel()
-    stop.cancel()
-    await host.stop()
+    seconds = leave.result() if leave.done() else None
+    for waiting in (failure, stop, leave):
+        waiting.cancel()
+    await host.stop(seconds)
     return EXIT_FAILED if failed else 0
 
 

@@ -19,9 +19,11 @@ from twinpool.worker.agents import TransferPeers, agent_factory
 from twinpool.worker.assembly import Surroundings, assemble
 from twinpool.worker.handoff_client import OwnerLinks
 from twinpool.worker.handoff_server import HandoffService
+from twinpool.worker.heat import Chain, PromptHeat, hottest
 from twinpool.worker.inspect import Inspector
 from twinpool.worker.kv_events.shadow import RawEvent
 from twinpool.worker.observer import WorkerObserver
+from twinpool.worker.prefix_take import PrefixTaker
 from twinpool.worker.seam import seam_of
 from twinpool.worker.session import WorkerService
 from twinpool.worker.stack import EngineStack
@@ -77,6 +79,9 @@ class Serving:
         self._assembly = assemble(config, role_name, worker, stack, around)
         self._loop: StepLoop = self._assembly.loop
         self._transfer_started = self._stalled = False
+        self._heat = PromptHeat()
+        self.drain_asked: asyncio.Future[float | None] = self._aio.create_future()
+        """Done when somebody has asked the worker to leave, with how long its requests may take (None: as configured)."""
         self._sessions: WorkerService | None = None
         self._readers: HandoffService | None = None
         self._owners: OwnerLinks | None = None
@@ -156,9 +161,12 @@ class Serving:
             limits=parts.limits,
             loop=self._loop,
             inspector=inspector,
+            heat=self._heat,
+            taker=PrefixTaker(self._loop, parts.fetcher, parts.limits),
+            on_drain=self._drain_asked,
             grammars=self._stack.grammars,
         )
-        self._readers = HandoffService(own=own, loop=self._loop)
+        self._readers = HandoffService(own=own, loop=self._loop, role_domain=config.tls.role_domain)
         self._owners = OwnerLinks(
             own=own, peers=TransferPeers(self._transfer), loop=self._loop, config=config.rpc, tls=config.tls
         )
@@ -189,6 +197,25 @@ class Serving:
             async with asyncio.timeout(STEP_STOP_SECONDS):
                 await outcome(self._loop.call(self._fail_rest))
         return False
+
+    async def hot_prefixes(self, bytes_max: int) -> list[Chain]:
+        """The most used prefixes that are cached here, of at most so many bytes; the most used first."""
+        memory = self._stack.memory
+        blocks_max = bytes_max // memory.block_bytes
+        if blocks_max == 0:
+            return []
+        cached = await outcome(self._loop.call(self._cached_prompts))
+        return await asyncio.to_thread(hottest, cached, blocks_max)
+
+    def _cached_prompts(self) -> list[Chain]:
+        """On the step thread: prompts of late, as far as they are cached."""
+        blocks = self._stack.blocks
+        found = ((chain, blocks.lookup(chain.hashes)) for chain in self._heat.newest())
+        return [Chain(chain.root, chain.hashes[:length]) for chain, length in found if length]
+
+    def _drain_asked(self, seconds: float | None) -> None:
+        if not self.drain_asked.done():
+            self.drain_asked.set_result(seconds)
 
     async def _quiet_and_left(self, linger_seconds: float) -> None:
         busy = self._loop.role.requests > 0

@@ -7,7 +7,7 @@ The stream is the router's life: when it ends, all that the router started here 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -30,9 +30,14 @@ from twinpool.worker.commands import (
     parse_command,
     worker_id,
 )
+from twinpool.worker.heat import PromptHeat
 from twinpool.worker.inspect import Inspector
+from twinpool.worker.prefix_take import PrefixTaker
 from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 from twinpool.worker.streams import Context, MessageQueue
+
+SESSIONS_MAX: Final = 1024
+"""Most routers that are served at a time."""
 
 HELLO_SECONDS: Final = 10.0
 """A stream that says nothing for so long is not a router's."""
@@ -60,14 +65,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         limits: Limits,
         loop: StepLoop,
         inspector: Inspector,
+        heat: PromptHeat,
+        taker: PrefixTaker,
+        on_drain: Callable[[float | None], object],
         grammars: Grammars | None = None,
     ) -> None:
-        """``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
+        """``heat`` is told of each prompt, on the step thread; ``on_drain`` that the worker is to leave, and how long its
+        requests may take. ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
         self._worker = worker
         self._role = role
         self._limits = limits
         self._loop = loop
         self._inspector = inspector
+        self._heat = heat
+        self._taker = taker
+        self._on_drain = on_drain
         self._grammars = grammars
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
@@ -141,6 +153,27 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         except LoopEndedError:
             raise TwinpoolError("DRAINING", f"worker {self._worker} has stopped") from None
 
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """See the protocol. Returns at once; a second call changes nothing."""
+        self._check_meant(request.worker)
+        timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        self._on_drain(timeout)
+        return pb.DrainResponse()
+
+    async def TakePrefixes(
+        self, request: pb.TakePrefixesRequest, context: Context
+    ) -> pb.TakePrefixesResponse:
+        """See the protocol. A worker that leaves or is unfit takes none."""
+        if self._draining or self._unfit or self._stalled:
+            raise TwinpoolError("DRAINING", f"worker {self._worker} takes no work")
+        return await self._taker.take(request)
+
+    def _check_meant(self, meant: pb.WorkerId) -> None:
+        own = self._worker
+        if (meant.name, meant.incarnation) != (own.name, own.incarnation):
+            detail = f"this is worker {own}, not {meant.name}@{meant.incarnation:016x}"
+            raise TwinpoolError("INCARNATION_MISMATCH", detail)
+
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
         try:
             first = await asyncio.wait_for(anext(requests), HELLO_SECONDS)
@@ -150,10 +183,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise TwinpoolError("INVALID_ARGUMENT", f"no Hello within {HELLO_SECONDS:g} s") from None
         if first.WhichOneof("message") != "hello":
             raise TwinpoolError("INVALID_ARGUMENT", "the first message is not Hello")
-        meant, own = first.hello.worker, self._worker
-        if (meant.name, meant.incarnation) != (own.name, own.incarnation):
-            detail = f"this is worker {own}, not {meant.name}@{meant.incarnation:016x}"
-            raise TwinpoolError("INCARNATION_MISMATCH", detail)
+        self._check_meant(first.hello.worker)
         return first.hello
 
     def _open(self, hello: pb.Hello) -> RouterSession:
@@ -162,6 +192,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             # The router has dialled anew, so the old connection is dead, noticed here or not.
             if other.router == router:
                 other.out.close(TwinpoolError("CANCELLED", "the router opened another session"))
+        if len(self._sessions) >= SESSIONS_MAX:
+            raise TwinpoolError("QUEUE_FULL", f"{SESSIONS_MAX} routers are served; the limit is so many")
         session = RouterSession(next(self._numbers), router)
         self._sessions[session.number] = session
         metrics.WORKER_SESSIONS.set(len(self._sessions))
@@ -233,6 +265,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """On the step thread."""
         if self._loop.tap is not None:
             self._loop.tap.saw_root(work.prompt.root)
+        self._heat.saw(work.prompt.root, work.prompt.hashes)
         self._loop.role.on_work(number, work)
 
     def _cancel(self, number: int, work: CancelWork, arrived: float) -> None:
