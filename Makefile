@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install demo test test-all check ctest ctest-sanitize fuzz proto bench clean help
+.PHONY: install demo test test-all check chaos ctest ctest-sanitize fuzz proto bench clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -42,6 +42,9 @@ ctest-sanitize: ## C++ tests under ASan+UBSan and under TSan
 	  cmake -S . -B build/ctest-$$s -DTWINPOOL_TESTS=ON -DTWINPOOL_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
 	  cmake --build build/ctest-$$s -j 2 >/dev/null && \
 	  ctest --test-dir build/ctest-$$s --output-on-failure -j 2 --quiet || exit 1; done
+
+chaos: $(STAMP) ## A whole cluster while everything dies: SEED= repeats a plan, SECONDS=600
+	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),600)
 
 fuzz: ## Fuzz the core (needs clang): SECONDS_EACH=60 a target; what reaches new code joins csrc/fuzz/corpus
 	scripts/fuzz.sh $(or $(SECONDS_EACH),60)

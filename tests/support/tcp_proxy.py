@@ -9,13 +9,13 @@ CHUNK_BYTES = 65536
 
 
 class TcpProxy:
-    """Listens on ``endpoint`` and forwards to ``target`` (host:port). All threads end with ``close``."""
+    """Listens on ``endpoint``, a port of ``listen``, and forwards to ``target`` (host:port). All threads end with ``close``."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, listen: str = "127.0.0.1") -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((listen, 0))
+        self.endpoint = f"{listen}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._open = threading.Event()
