@@ -358,6 +358,10 @@ class TlsConfig(Section):
     server_name: str = Field(
         default="", description="Name to expect in a server's certificate; empty: the host dialled."
     )
+    role_domain: str = Field(
+        default="",
+        description="Domain under which certificates name the role of their process (ROLE.DOMAIN; roles are router, worker, control, operator), which then decides what it may call; empty: all that the CA signed may call all.",
+    )
 
     @property
     def enabled(self) -> bool:

@@ -12,6 +12,7 @@ from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError
 from twinpool.rpc.keys import key_interceptors
 from twinpool.rpc.options import client_options
+from twinpool.rpc.roles import PeerRole, server_name
 from twinpool.rpc.tls import channel_credentials
 
 
@@ -22,8 +23,10 @@ def channel(
     *,
     max_message_bytes: int | None = None,
     key: str = "",
+    role: PeerRole | None = None,
 ) -> grpc.aio.Channel:
     """A channel to ``target`` (host:port), whose calls show the API key ``key``. It connects on first use. The caller closes it.
+    ``role``: what the certificate there must name, where ``tls.role_domain`` is set.
 
     Raises ConfigError if TLS is on and a file cannot be used.
     """
@@ -31,7 +34,9 @@ def channel(
     options = client_options(
         config,
         max_message_bytes=max_message_bytes,
-        server_name=tls.server_name if tls is not None and secured else "",
+        server_name=server_name(role, tls.role_domain, tls.server_name)
+        if tls is not None and secured
+        else "",
     )
     if tls is not None and secured:
         return grpc.aio.secure_channel(

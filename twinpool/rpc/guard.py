@@ -15,6 +15,7 @@ import grpc.aio
 
 from twinpool.errors import TwinpoolError, abort, as_twinpool_error
 from twinpool.logs import get_logger
+from twinpool.rpc.roles import RoleGuard
 
 _log = get_logger(__name__)
 
@@ -30,8 +31,11 @@ _PASS = (asyncio.CancelledError, grpc.aio.AbortError)
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """A servicer raises TwinpoolError and the client gets its status.
 
-    Any other exception becomes INTERNAL, without its text.
+    Any other exception becomes INTERNAL, without its text. With ``roles`` a call of somebody who may not make it ends before.
     """
+
+    def __init__(self, roles: RoleGuard | None = None) -> None:
+        self._roles = roles
 
     async def intercept_service(
         self,
@@ -44,7 +48,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         make = getattr(grpc, f"{_arity(found)}_rpc_method_handler")
-        wrapped = _guard(getattr(found, _arity(found)), method, streams=bool(found.response_streaming))
+        inner = getattr(found, _arity(found))
+        wrapped = _guard(inner, method, self._roles, streams=bool(found.response_streaming))
         handler: _Method = make(
             wrapped,
             request_deserializer=found.request_deserializer,
@@ -59,11 +64,13 @@ def _arity(handler: Any) -> str:
     return f"{request}_{response}"
 
 
-def _guard(inner: _Handler, method: str, *, streams: bool) -> _Handler:
+def _guard(inner: _Handler, method: str, roles: RoleGuard | None, *, streams: bool) -> _Handler:
     if streams and inspect.isasyncgenfunction(inner):
 
         async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
+                if roles is not None:
+                    roles.check(method, context)
                 async with contextlib.aclosing(inner(request, context)) as answers:
                     async for answer in answers:
                         yield answer
@@ -76,6 +83,8 @@ def _guard(inner: _Handler, method: str, *, streams: bool) -> _Handler:
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if roles is not None:
+                roles.check(method, context)
             return await inner(request, context)
         except _PASS:
             raise

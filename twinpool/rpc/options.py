@@ -7,6 +7,12 @@ from twinpool.config import RpcConfig
 
 Options = list[tuple[str, int | str]]
 
+MAX_STREAMS = 4096
+"""Most calls at a time on one connection. A client that wants more waits, or opens another connection."""
+
+HANDSHAKE_SECONDS = 10
+"""A peer that has not spoken TLS and HTTP/2 after so long is disconnected: it may be no peer at all."""
+
 # 16 KiB leaves room for a status with details and a trace context; the default of 8 KiB drops long ones.
 _MAX_METADATA_BYTES = 16 * 1024
 _MIN_RECONNECT_MS = 50
@@ -38,6 +44,8 @@ def server_options(
     return [
         *_common(config, config.max_message_bytes if max_message_bytes is None else max_message_bytes),
         ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
         # A client that pings as configured, or up to twice as often, is not told to go away.
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.keepalive_seconds * 500)),
     ]

@@ -15,6 +15,7 @@ from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError
 from twinpool.rpc.guard import ErrorInterceptor
 from twinpool.rpc.options import join_address, server_options
+from twinpool.rpc.roles import RoleGuard
 from twinpool.rpc.tls import server_credentials
 
 LIVE: Final = "live"
@@ -42,9 +43,10 @@ class Server:
     ) -> None:
         """``max_message_bytes``: of both directions; None takes ``rpc.max_message_bytes``."""
         self._tls = tls if tls is not None and tls.enabled else None
+        domain = self._tls.role_domain if self._tls is not None else ""
         self.raw = grpc.aio.server(
             options=server_options(config, max_message_bytes=max_message_bytes, reuse_port=reuse_port),
-            interceptors=(ErrorInterceptor(),),
+            interceptors=(ErrorInterceptor(RoleGuard(domain) if domain else None),),
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self.services: list[str] = []

@@ -108,7 +108,7 @@ class OwnerLinks:
     async def _run(self, link: OwnerLink) -> None:
         reason, detail = pb.FAILURE_REASON_PEER_LOST, "the link was closed"
         try:
-            async with rpc.channel(link.endpoint, self._config, self._tls) as channel:
+            async with rpc.channel(link.endpoint, self._config, self._tls, role="worker") as channel:
                 stub: handoff_pb2_grpc.HandoffServiceAsyncStub = handoff_pb2_grpc.HandoffServiceStub(channel)
                 peer = await self._connect(link, stub)
                 await self._exchange(link, peer, stub)

@@ -16,11 +16,15 @@ from twinpool import errors
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
+from twinpool.rpc.roles import check_process
 from twinpool.transfer.base import PeerDescriptor
 from twinpool.transfer.descriptor import DescriptorError, from_message, to_message, worker_key
 from twinpool.v1 import handoff_pb2, handoff_pb2_grpc
 from twinpool.worker.step_loop import StepLoop
 from twinpool.worker.streams import Context, MessageQueue
+
+READERS_MAX: Final = 4096
+"""Most readers that are known, and most streams of them."""
 
 INTRODUCTION_SECONDS: Final = 10.0
 """A stream that does not say who reads within so long is closed."""
@@ -49,7 +53,9 @@ class ReaderStream:
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     """The owner's side. Used on the asyncio thread alone; what readers say goes to the step thread."""
 
-    def __init__(self, *, own: PeerDescriptor, loop: StepLoop) -> None:
+    def __init__(self, *, own: PeerDescriptor, loop: StepLoop, role_domain: str = "") -> None:
+        """``role_domain``: see ``TlsConfig``; a reader must be whom its certificate names."""
+        self._role_domain = role_domain
         self._own = own
         self._answer = handoff_pb2.ConnectResponse(owner=to_message(own))
         self._loop = loop
@@ -77,7 +83,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     async def Connect(
         self, request: handoff_pb2.ConnectRequest, context: Context
     ) -> handoff_pb2.ConnectResponse:
-        """Raises FINGERPRINT_MISMATCH, INCARNATION_MISMATCH or DESCRIPTOR_INVALID."""
+        """Raises FINGERPRINT_MISMATCH, INCARNATION_MISMATCH, DESCRIPTOR_INVALID or PERMISSION_DENIED."""
         try:
             meant = worker_key(request.owner)
             if meant != self._own.worker:
@@ -87,6 +93,11 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         except DescriptorError as error:
             log.warning("reader_refused", field=error.field, detail=error.detail)
             raise descriptor_error(error) from None
+        check_process(context, self._role_domain, "worker", reader.name)
+        self._checked.pop(reader.name, None)
+        if len(self._checked) >= READERS_MAX:
+            # The one that came first: it connects anew if it still reads.
+            del self._checked[next(iter(self._checked))]
         self._checked[reader.name] = reader.incarnation
         return self._answer
 
@@ -96,7 +107,11 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         context: Context,
     ) -> AsyncIterator[handoff_pb2.ExchangeResponse]:
         """See the protocol."""
-        stream = self._open(await self._introduction(request_iterator))
+        reader = await self._introduction(request_iterator)
+        check_process(context, self._role_domain, "worker", reader.name)
+        if len(self._streams) >= READERS_MAX:
+            raise TwinpoolError("QUEUE_FULL", f"{READERS_MAX} readers are served; the limit is so many")
+        stream = self._open(reader)
         listener = asyncio.create_task(self._listen(stream, request_iterator), name=f"reader-{stream.number}")
         try:
             # Tells the reader that its stream stands, before there is anything else to say.

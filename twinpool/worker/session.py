@@ -192,7 +192,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             # The router has dialled anew, so the old connection is dead, noticed here or not.
             if other.router == router:
                 other.out.close(TwinpoolError("CANCELLED", "the router opened another session"))
-        if len(self._sessions) >= SESSIONS_MAX:
+        if sum(other.router != router for other in self._sessions.values()) >= SESSIONS_MAX:
             raise TwinpoolError("QUEUE_FULL", f"{SESSIONS_MAX} routers are served; the limit is so many")
         session = RouterSession(next(self._numbers), router)
         self._sessions[session.number] = session
