@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -136,25 +137,34 @@ async def test_while_it_decodes(routers: Routers, at: int) -> None:
 
 
 async def test_while_the_prompt_is_computed(routers: Routers) -> None:
-    """The client has the first event and no token: the decode worker has the prompt."""
+    """The client has the first event and no token: the decode worker has the prompt. The prefill worker stands still, so that it
+    has not ended by then."""
     ids = prompt(18 * BLOCK, 121)
-    hold(routers)
-    offered = routers.fleet.faults("prefill-0").count("to_reader:chunk_ready")
-    async with client_of(routers) as client:
-        started: list[Completion] = []
+    prefill = routers.fleet.workers["prefill-0"].process
+    started: list[Completion] = []
 
-        def note(have: Completion) -> bool:
-            started.append(have)
-            return False
+    def note(have: Completion) -> bool:
+        started.append(have)
+        return False
 
-        asking = asyncio.create_task(collect(client, greedy(ids, 20), note))
-        await chunks_offered(routers, offered)
-        await until(lambda: started, 60.0)
-        assert tokens(started[0]) == 0
-        routers.kill(KILLED)
-        free(routers)
-        whole = await asking
-        assert client.resumes >= 1
+    async def reserved() -> bool:
+        counts = [await inspect(routers.fleet.workers[name].endpoint) for name in DECODERS]
+        return any(each.requests for each in counts)
+
+    prefill.send_signal(signal.SIGSTOP)
+    try:
+        async with client_of(routers) as client:
+            asking = asyncio.create_task(collect(client, greedy(ids, 20), note))
+            async with asyncio.timeout(60.0):
+                while not started or not await reserved():  # noqa: ASYNC110 - there is no event to wait for
+                    await asyncio.sleep(0.01)
+            routers.kill(KILLED)
+            assert tokens(started[0]) == 0
+            prefill.send_signal(signal.SIGCONT)
+            whole = await asking
+            assert client.resumes >= 1
+    finally:
+        prefill.send_signal(signal.SIGCONT)
     assert whole.token_ids == [routers.fleet.oracle.greedy(ids, 20, ignore_eos=True)]
 
 
