@@ -28,6 +28,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.rpc import channel
 from twinpool.store import Store, StoreServer, connect_store, start_store
+from twinpool.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
 Progress = Callable[[str, str], None]
@@ -177,17 +178,21 @@ class LocalCluster:
         async with Client(endpoint, self.config.rpc, self.config.tls) as client:
             while True:
                 self._check_routers()
-                models = await client.models()
-                if any(
-                    model.ready
-                    and model.prefill_workers >= self.pools.count("prefill")
-                    and model.decode_workers >= self.pools.count("decode")
-                    for model in models
-                ):
+                # A router that has tenants tells nobody else how many workers it sees.
+                closed = bool(self.config.router.tenants_file)
+                if await client.serving() if closed else self._complete(await client.models()):
                     return
                 if asyncio.get_running_loop().time() > deadline:
                     raise TwinpoolError("NO_WORKERS", f"router {endpoint} does not see the workers")
                 await asyncio.sleep(SERVING_POLL_SECONDS)
+
+    def _complete(self, models: list[pb.Model]) -> bool:
+        return any(
+            model.ready
+            and model.prefill_workers >= self.pools.count("prefill")
+            and model.decode_workers >= self.pools.count("decode")
+            for model in models
+        )
 
     def _check_routers(self) -> None:
         for index, process in enumerate(self._routers):

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import from_rpc_error
@@ -149,10 +150,28 @@ class Client:
             answer.take(event)
         return answer
 
+    async def serving(self) -> bool:
+        """Whether requests are welcome now. Needs no key."""
+        wanted = health_pb2.HealthCheckRequest(
+            service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+        )
+        try:
+            answer = await health_pb2_grpc.HealthStub(self._channel).Check(wanted)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
     async def models(self) -> list[pb.Model]:
         """The models that the cluster serves."""
         try:
             return list((await self._stub.ListModels(pb.ListModelsRequest())).models)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def usage(self, tenant: str = "") -> pb.GetUsageResponse:
+        """What a tenant has used of this router since it started; by default the caller's own."""
+        try:
+            return await self._stub.GetUsage(pb.GetUsageRequest(tenant=tenant))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
