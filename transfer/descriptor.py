@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from twinpool.ids import WorkerKey
+from twinpool.ids import SHOWN_CHARS, WorkerKey
 from twinpool.transfer.base import (
     GENERATION_BYTES,
     MEMORY_TYPES,
@@ -104,7 +104,7 @@ def _check_layout(message: handoff_pb2.WorkerDescriptor, own: PeerDescriptor, wo
     if message.fingerprint != own.fingerprint:
         raise DescriptorError(
             "fingerprint",
-            f"{worker} has {message.fingerprint!r}, this worker {own.fingerprint!r}: model, dtype, block size and "
+            f"{worker} has {message.fingerprint[:SHOWN_CHARS]!r}, this worker {own.fingerprint!r}: model, dtype, block size and "
             "layout must be equal on both",
         )
     if message.block_bytes != own.block_bytes:
@@ -123,7 +123,9 @@ def _check_layout(message: handoff_pb2.WorkerDescriptor, own: PeerDescriptor, wo
 
 def _check_metadata(message: handoff_pb2.WorkerDescriptor, worker: WorkerKey) -> None:
     if message.agent_name != agent_name(worker):
-        raise DescriptorError("agent_name", f"{message.agent_name!r} is not {agent_name(worker)!r}")
+        raise DescriptorError(
+            "agent_name", f"{message.agent_name[:SHOWN_CHARS]!r} is not {agent_name(worker)!r}"
+        )
     size = len(message.agent_metadata)
     if not 1 <= size <= METADATA_BYTES_MAX:
         raise DescriptorError("agent_metadata", f"{size} bytes are not in 1..{METADATA_BYTES_MAX}")
@@ -136,7 +138,7 @@ def _check_metadata(message: handoff_pb2.WorkerDescriptor, worker: WorkerKey) ->
 def _region(message: handoff_pb2.MemoryRegion, name: str) -> MemoryRegion:
     if message.memory_type not in MEMORY_TYPES:
         raise DescriptorError(
-            name, f"memory type {message.memory_type!r} is not one of {', '.join(MEMORY_TYPES)}"
+            name, f"memory type {message.memory_type[:SHOWN_CHARS]!r} is not one of {', '.join(MEMORY_TYPES)}"
         )
     if message.address == 0 or message.address + message.length_bytes > _ADDRESS_END:
         raise DescriptorError(

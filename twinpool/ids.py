@@ -16,6 +16,9 @@ MAX_NAME_CHARS = 63
 MAX_REQUEST_ID_CHARS = 128
 """Longest request id that a client may choose."""
 
+SHOWN_CHARS = 80
+"""So much of somebody's text goes into an error's own."""
+
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
@@ -32,7 +35,7 @@ class WorkerKey:
     def __post_init__(self) -> None:
         if not is_name(self.name):
             raise ValueError(
-                f"worker name {self.name!r} is not a lower-case DNS label of at most {MAX_NAME_CHARS}"
+                f"worker name {self.name[:SHOWN_CHARS]!r} is not a lower-case DNS label of at most {MAX_NAME_CHARS}"
             )
         if not 0 < self.incarnation <= _UINT64_MAX:
             raise ValueError(f"incarnation {self.incarnation} of worker {self.name!r} is not in 1..2**64-1")
@@ -45,7 +48,7 @@ class WorkerKey:
         """The inverse of ``str``. Raises ValueError for anything that ``str`` could not have printed."""
         name, at, incarnation = text.rpartition("@")
         if not at:
-            raise ValueError(f"worker key {text!r} has no '@'")
+            raise ValueError(f"worker key {text[:SHOWN_CHARS]!r} has no '@'")
         return cls(name, from_hex64(incarnation))
 
 
@@ -84,5 +87,5 @@ def to_hex64(value: int) -> str:
 def from_hex64(text: str) -> int:
     """The inverse of :func:`to_hex64`."""
     if _HEX64.fullmatch(text) is None:
-        raise ValueError(f"{text!r} is not 16 lower-case hex digits")
+        raise ValueError(f"{text[:SHOWN_CHARS]!r} is not 16 lower-case hex digits")
     return int(text, 16)

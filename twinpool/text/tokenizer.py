@@ -36,6 +36,11 @@ Around = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids that a tokenizer puts before and after a text."""
 
 
+TOKENS_MAX = 1 << 22
+"""Most ids of a vocabulary: sixteen times the largest that is in use. Tables are as long as the highest id, so a file that names
+a higher one would fill the memory."""
+
+
 class Tokenizer:
     """Thread-safe after construction and ``prepare``: holds no state of a request.
 
@@ -80,6 +85,9 @@ class Tokenizer:
             raise TokenizerLoadError(f"{path}: missing; a checkpoint needs its tokenizer in this format")
         with loading(path):
             backend = Backend.from_file(str(path))
+        highest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        if highest >= TOKENS_MAX:
+            raise TokenizerLoadError(f"{path}: a token has id {highest}; the limit is {TOKENS_MAX - 1}")
         backend.no_truncation()
         backend.no_padding()
         config = read_json(root / "tokenizer_config.json", optional=True)

@@ -152,6 +152,7 @@ def run_descriptor(data: bytes) -> None:
         peer = from_message(message, own=OWN)
     except DescriptorError as error:
         assert error.field
+        assert len(error.detail) < 1000
         return
     assert peer.worker != OWN.worker
     assert peer.fingerprint == OWN.fingerprint

@@ -24,6 +24,10 @@ WORDS = {
         ("tokenizer.json", {"version": "1.0", "model": {"type": "Nothing"}}),
         ("tokenizer.json", []),
         ("tokenizer.json", WORDS),
+        (
+            "tokenizer.json",
+            WORDS | {"model": {"type": "WordLevel", "vocab": {"a": 1_000_000_000}, "unk_token": "a"}},
+        ),
         ("tokenizer_config.json", {"added_tokens_decoder": 2.5}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<x>"}}}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "\ud800"}}}),
