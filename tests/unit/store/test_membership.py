@@ -372,49 +372,6 @@ async def test_who_does_not_come_back_after_a_wipe_is_removed(tmp_path: Path, ke
         await asyncio.to_thread(server.stop)
 
 
-async def test_after_a_wipe_only_the_living_get_a_grace(tmp_path: Path, keys: Keys) -> None:
-    server = await run_on(lambda: launch("embedded", tmp_path))
-    port = port_of(server)
-    store = EtcdStore([server.endpoint], timeout_seconds=0.5)
-    try:
-        for name in ("alive", "dead"):
-            store.put(keys.worker("default", name), worker(name).SerializeToString())
-        options = {"is_alive": lambda record: record.worker.name == "alive", "grace_seconds": 600.0}
-        async with View(store, keys, **options) as view:
-            await until(lambda: len(view.events) == 2)
-            await asyncio.to_thread(server.kill)
-            await until(lambda: not view.watch.connected)
-            server = await run_on(lambda: launch("embedded", tmp_path, port))
-            await until(lambda: len(view.events) == 3)
-            assert view.events[2][:2] == ("removed", "dead")
-            assert [record.worker.name for record in view.watch.records()] == ["alive"]
-    finally:
-        store.close()
-        await asyncio.to_thread(server.stop)
-
-
-async def test_a_grace_does_not_end_while_etcd_is_away_again(
-    store: EtcdStore, keys: Keys, proxied: tuple[TcpProxy, EtcdStore]
-) -> None:
-    proxy, far = proxied
-    store.put(keys.worker("default", "alive"), worker("alive").SerializeToString())
-    async with View(far, keys, is_alive=lambda record: True, grace_seconds=0.5) as view:
-        await until(lambda: view.events)
-        proxy.cut()
-        await until(lambda: not view.watch.connected)
-        store.delete_prefix(keys.workers())
-        proxy.heal()
-        await until(lambda: view.watch._held)
-        proxy.cut()
-        await until(lambda: not view.watch.connected)
-        before = dict(view.watch._held)
-        await until(lambda: view.watch._held != before)
-        assert [record.worker.name for record in view.watch.records()] == ["alive"]
-        proxy.heal()
-        await until(lambda: len(view.events) == 2)
-        assert view.events[1][:2] == ("removed", "alive")
-
-
 async def test_a_registration_may_begin_before_the_store(keys: Keys) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
