@@ -2,7 +2,8 @@
 """Agent frameworks against the OpenAI-compatible API, as their users point them at it.
 
 They live in an environment of their own, whose Python TWINPOOL_COMPAT names:
-``pip install langchain-openai langgraph openai-agents``.
+``pip install langchain-openai langgraph openai-agents``. And a client in JavaScript, made of the proto files alone:
+TWINPOOL_COMPAT_NODE names a directory in which ``npm install @grpc/grpc-js @grpc/proto-loader`` was run.
 """
 
 import asyncio
@@ -18,13 +19,15 @@ from tests.support.chat_world import chat_cluster, write_chat_model
 from tests.support.fake_worker import Job
 
 PYTHON = os.environ.get("TWINPOOL_COMPAT", "")
+NODE = os.environ.get("TWINPOOL_COMPAT_NODE", "")
 HERE = Path(__file__).parent
 CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Bern"}}</tool_call>'
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="TWINPOOL_COMPAT names no Python with the frameworks"),
-]
+pytestmark = pytest.mark.slow
+needs_python = pytest.mark.skipif(not PYTHON, reason="TWINPOOL_COMPAT names no Python with the frameworks")
+needs_node = pytest.mark.skipif(
+    not NODE, reason="TWINPOOL_COMPAT_NODE names no directory with gRPC for Node.js"
+)
 
 
 def office(job: Job, choice: int, offset: int) -> int:
@@ -39,14 +42,16 @@ def office(job: Job, choice: int, offset: int) -> int:
     return ids[min(offset, len(ids) - 1)]
 
 
-async def run(script: str, tmp_path: Path) -> dict[str, Any]:
+async def run(tmp_path: Path, *command: str, directory: str | None = None) -> dict[str, Any]:
+    """Runs a client; {http} and {grpc} in its command are where the router listens."""
     model = write_chat_model(tmp_path / "model")
     async with chat_cluster(model, "") as cluster:
         for made in cluster.workers.values():
             made.script.token = office
+        where = {"http": f"http://{cluster.router.apis.http_endpoint}/v1", "grpc": cluster.router.endpoint}
         process = await asyncio.create_subprocess_exec(
-            PYTHON, str(HERE / script), f"http://{cluster.router.apis.http_endpoint}/v1",
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            *(part.format(**where) for part in command),
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=directory,
         )  # fmt: skip
         printed, complaints = await asyncio.wait_for(process.communicate(), 240)
         assert process.returncode == 0, complaints.decode()
@@ -55,8 +60,9 @@ async def run(script: str, tmp_path: Path) -> dict[str, Any]:
         return found
 
 
+@needs_python
 async def test_langchain_and_langgraph(tmp_path: Path) -> None:
-    assert await run("langchain_client.py", tmp_path) == {
+    assert await run(tmp_path, PYTHON, str(HERE / "langchain_client.py"), "{http}") == {
         "agent": ["HumanMessage", "AIMessage", "ToolMessage", "AIMessage"],
         "tool": "Dry in Bern.",
         "answer": "It is dry.",
@@ -66,8 +72,22 @@ async def test_langchain_and_langgraph(tmp_path: Path) -> None:
     }
 
 
+@needs_python
 async def test_openai_agents(tmp_path: Path) -> None:
-    found = await run("agents_client.py", tmp_path)
+    found = await run(tmp_path, PYTHON, str(HERE / "agents_client.py"), "{http}")
     assert found["answer"] == found["streamed"] == "It is dry."
     assert found["items"] == ["ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
     assert "raw_response_event" in found["kinds"]
+
+
+@needs_node
+async def test_javascript(tmp_path: Path) -> None:
+    command = ("node", str(HERE / "node_client.mjs"), str(HERE.parents[1] / "proto"), "{grpc}")
+    assert await run(tmp_path, *command, directory=NODE) == {
+        "text": CALL[:20],
+        "finish": "FINISH_REASON_LENGTH",
+        "name": "weather",
+        "arguments": '{"town": "Bern"}',
+        "turn": "FINISH_REASON_TOOL_CALLS",
+        "refused": True,
+    }
