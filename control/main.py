@@ -2,6 +2,7 @@
 """The control process of a cluster whose etcd runs elsewhere: the pools through Ray, and the ControlService."""
 
 import asyncio
+import contextlib
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from twinpool.control.operations import Operations
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
+from twinpool.errors import TwinpoolError
 from twinpool.rpc import channel, stop_event
 from twinpool.store import connect_store
 
@@ -33,7 +35,8 @@ async def _control(config: TwinpoolConfig) -> int:
     server = ControlServer(config, view, operations)
     try:
         await view.start()
-        await operations.load()
+        if not await _loaded(operations, stopping):
+            return 0
         await pools.start()
         await pools.launch(operations.retired)
         operations.resume()
@@ -52,3 +55,17 @@ async def _control(config: TwinpoolConfig) -> int:
         await pools.stop()
         await view.stop()
         await asyncio.to_thread(store.close)
+
+
+async def _loaded(operations: Operations, stopping: asyncio.Event) -> bool:
+    """Reads the operations, however long etcd is away: without them a worker that was drained for good would be started.
+    False if the process is told to stop meanwhile."""
+    while not stopping.is_set():
+        try:
+            await operations.load()
+            return True
+        except TwinpoolError as error:
+            log.warning("waiting_for_store", reason=error.reason)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), timeout=1.0)
+    return False
