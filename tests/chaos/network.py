@@ -29,6 +29,7 @@ _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _PACKET_BYTES = 65536
 _CUT_PREFERENCE, _DELAY_PREFERENCE = 100, 200
 _BASES = range(64, 128)
+_PREFIX = "twinpool"
 
 
 def _do(*command: str) -> None:
@@ -120,7 +121,7 @@ class Network:
     # --- names
 
     def namespace(self, host: str) -> str:
-        return f"twinpool-{self._base}-{host}"
+        return f"{_PREFIX}-{os.getpid()}-{self._base}-{host}"
 
     def address(self, host: str) -> str:
         return f"10.{self._base}.{self._hosts[host]}.2"
@@ -236,6 +237,7 @@ class Network:
     @staticmethod
     def _claim() -> int:
         """A second byte that nobody uses: the route that claims it can be made once."""
+        _sweep()
         error: RuntimeError | None = None
         for base in _BASES:
             try:
@@ -246,6 +248,21 @@ class Network:
                 return base
         assert error is not None
         raise error
+
+
+def _sweep() -> None:
+    """Removes what runs that were killed have left: their namespaces name processes that are gone."""
+    for entry in Path("/run/netns").glob(f"{_PREFIX}-*-*-*"):
+        _, process, base, _ = entry.name.split("-", 3)
+        if Path(f"/proc/{process}").exists():
+            continue
+        # The veth goes with its other end, unless a process that is still in there keeps that alive.
+        for command in (
+            ("ip", "netns", "del", entry.name),
+            ("ip", "route", "del", "blackhole", f"10.{base}.0.0/16"),
+        ):
+            with contextlib.suppress(RuntimeError):
+                _do(*command)
 
 
 def _forward(device: str) -> None:

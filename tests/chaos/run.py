@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 import urllib.request
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class State:
 
 def run(options: Options, directory: Path, tell: Tell) -> dict[str, object]:
     """Runs it. The result's ``failures`` is empty if nothing was lost, wrong, held at the end or left behind."""
+    signal.signal(signal.SIGTERM, _terminated)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     why_not = usable() if options.links != "none" else "not wanted"
     if options.links == "namespaces" and why_not:
@@ -85,6 +87,8 @@ def run(options: Options, directory: Path, tell: Tell) -> dict[str, object]:
         tell("starting etcd, Ray and the workers", state)
         world.start_store()
         world.start_ray()
+        # Ray has set its own, which would end this process without the end below.
+        signal.signal(signal.SIGTERM, _terminated)
         result = asyncio.run(_under_load(world, options, questions, faults, state, tell))
     finally:
         tell("stopping", state)
@@ -95,6 +99,10 @@ def run(options: Options, directory: Path, tell: Tell) -> dict[str, object]:
         result["failures"] = [*result["failures"], f"processes left behind: {left}"]  # type: ignore[misc]
     result["links"] = "none: " + why_not if why_not else "namespaces"
     return result
+
+
+def _terminated(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 async def _under_load(
