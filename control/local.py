@@ -90,6 +90,11 @@ class LocalCluster:
         assert self._pools is not None, "the cluster is not started"
         return self._pools
 
+    @property
+    def router_pids(self) -> dict[str, int]:
+        """Process ids by the routers' names."""
+        return {f"router-{index}": process.pid for index, process in enumerate(self._routers)}
+
     def describe(self) -> str:
         """One line for a person."""
         workers = ", ".join(f"{record.worker.name} {record.endpoint}" for record in self.view.workers())
