@@ -306,3 +306,21 @@ async def test_only_routers_of_the_cluster_are_told_a_prompt(model_path: Path) -
             await stub.HandOver(changed)
         assert (await stub.HandOver(request)).HasField("state")
         assert (await stream.ended()).reason == "STREAM_SUPERSEDED"
+
+
+async def test_an_answer_that_a_stop_string_has_ended_runs_no_more(model_path: Path) -> None:
+    """The worker would have drawn on, and was told that the answer is complete."""
+    async with fake_pair(model_path, script=Script(step_seconds=0.01)) as pair:
+        request = resumable(3000)
+        request.stop.stop_strings.append("GHI")
+        first = await pair.generate(pair.other, request).ended()
+        assert (first.error, first.text()) == (None, "ABCDEF")
+        await pair.other.assert_quiescent()
+        await pair.lose()
+        ran = commands(pair)
+        again = await pair.resume(pair.one, first.started.resume_token, [4]).ended()
+        assert again.error is None
+        assert "".join(event.tokens.text for event in again.events) == "EF"
+        assert again.events[-1].finished.choices == first.finished.choices
+        assert again.events[-1].finished.usage.completion_tokens == 9
+        assert commands(pair) == ran
