@@ -97,6 +97,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             options=[
                 ("grpc.max_receive_message_length", 64 << 20),
                 ("grpc.so_reuseport", 0),
+                # As a real one: a router that pings on a silent stream is not told to go away.
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ]
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)

@@ -7,6 +7,7 @@ import ctypes.util
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,13 @@ STATE_BYTES = 16384
 async def cli(*arguments: str) -> Result:
     """A command as it is typed, on a thread of its own."""
     return await asyncio.to_thread(CliRunner().invoke, app, list(arguments))
+
+
+def printed(result: Result) -> dict[str, Any]:
+    """The object that a command printed. What the router logs meanwhile lands in the same place here."""
+    text = result.stdout
+    found: dict[str, Any] = json.loads(text[text.index("{\n") : text.rindex("\n}") + 2])
+    return found
 
 
 def unpacked(log: bytes) -> bytes:
@@ -68,7 +76,7 @@ async def test_failures_and_a_resumed_answer_are_decided_again(model_path: Path,
         assert f"{log.stat().st_size} bytes" in made.stdout
         assert os.listdir(tmp_path) == ["core.log"]
         again = await cli("core", "record", "--endpoint", endpoint, "--output", str(log), "-o", "json")
-        row = json.loads(again.stdout)
+        row = printed(again)
         assert (row["router"], row["log"], row["bytes"]) == (endpoint, str(log), log.stat().st_size)
     replayed = await cli("core", "replay", str(log), "--lines")
     assert replayed.exit_code == 0, replayed.output
@@ -77,7 +85,7 @@ async def test_failures_and_a_resumed_answer_are_decided_again(model_path: Path,
     assert " 5 placements" in replayed.stdout
     for event in ("TRANSFER:prefill", "worker_lost", "extend", "requeue", "finished"):
         assert event in replayed.stdout
-    report = json.loads((await cli("core", "replay", str(log), "-o", "json")).stdout)
+    report = printed(await cli("core", "replay", str(log), "-o", "json"))
     assert (report["equal"], report["mismatch"]) == (True, "")
     assert report["calls"] > 30
 
