@@ -29,6 +29,7 @@ class SyncClusterClient:
         *,
         policy: RetryPolicy | None = None,
         hang_seconds: float | None = None,
+        key: str = "",
     ) -> None:
         """See ``ClusterClient``."""
         self._loop = asyncio.new_event_loop()
@@ -36,7 +37,7 @@ class SyncClusterClient:
         self._thread.start()
 
         async def make() -> ClusterClient:
-            return ClusterClient(endpoints, rpc, tls, policy=policy, hang_seconds=hang_seconds)
+            return ClusterClient(endpoints, rpc, tls, policy=policy, hang_seconds=hang_seconds, key=key)
 
         self._client = self._run(make())
 
