@@ -123,7 +123,7 @@ async def test_a_step_loop_that_stands_still_costs_no_answer(watched: Fleet) -> 
 @pytest.mark.parametrize("mode", ["refuse", "hang"])
 async def test_a_worker_whose_transfer_agent_is_broken_gets_no_work(watched: Fleet, mode: str) -> None:
     name = DECODERS[0]
-    async with under_load(watched, seed=321, longest=100, max_tokens=40) as load:
+    async with under_load(watched, seed=601, longest=100, max_tokens=40) as load:
         await load.more(3)
         order(watched, name, do="agent", mode=mode)
         await until_health(watched, name, live=mode == "refuse", ready=False)

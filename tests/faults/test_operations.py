@@ -128,7 +128,7 @@ async def back(fleet: Fleet, name: str) -> None:
 
 async def test_restart_of_each_worker_under_load_fails_nothing(operated: tuple[Fleet, Control]) -> None:
     fleet, control = operated
-    async with under_load(fleet, seed=501, longest=100, max_tokens=60) as load:
+    async with under_load(fleet, seed=601, longest=100, max_tokens=60) as load:
         for name in WORKERS:
             await load.more(3)
             before = fleet.workers[name].record.worker.incarnation

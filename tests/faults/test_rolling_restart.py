@@ -111,7 +111,7 @@ async def test_every_worker_restarted_under_load(site: Site) -> None:
 async def test_a_drained_worker_stays_away_until_it_is_restarted(site: Site) -> None:
     name = "default-decode-1"
     pid = (await site.records())[name].pid
-    async with under_load(site, seed=602, longest=100, max_tokens=TOKENS) as load:  # type: ignore[arg-type]
+    async with under_load(site, seed=601, longest=100, max_tokens=TOKENS) as load:  # type: ignore[arg-type]
         await load.more(2)
         code, operation, error = await site.command("drain", name, "--yes", "--wait")
         assert code == 0, error
