@@ -19,10 +19,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench._common import machine, percentile
-from tests.chaos.load import Clients, Questions, Tally
+from tests.chaos.load import ANSWER_SECONDS, Clients, Questions, Tally
 from tests.chaos.network import Network, usable
 from tests.chaos.schedule import NETWORK, ROUTERS, WEIGHTS, WORKERS, Fault, plan
-from tests.chaos.world import LEASE_SECONDS, World
+from tests.chaos.world import LEASE_SECONDS, READY_SECONDS, World
 from tests.support.fleet import available_port
 from tests.support.oracle import oracle
 from tests.support.quiescence import inspect, unrest
@@ -69,8 +69,7 @@ def run(options: Options, directory: Path, tell: Tell) -> dict[str, object]:
     why_not = usable() if options.links != "none" else "not wanted"
     if options.links == "namespaces" and why_not:
         raise RuntimeError(f"no namespaces here: {why_not}")
-    network = None if why_not else Network(list(WORKERS))
-    kinds = frozenset(WEIGHTS) - (NETWORK if network is None else frozenset())
+    kinds = frozenset(WEIGHTS) - (NETWORK if why_not else frozenset())
     faults = plan(options.seed, options.seconds, kinds=kinds)
     state = State(of=options.seconds)
     tell("writing the model and asking the oracle", state)
@@ -82,6 +81,7 @@ def run(options: Options, directory: Path, tell: Tell) -> dict[str, object]:
     questions.solve(
         known, lambda count: tell(f"the oracle has answered {count} of {options.questions}", state)
     )
+    network = None if why_not else Network(list(WORKERS))
     world = World(directory, model, network)
     try:
         tell("starting etcd, Ray and the workers", state)
@@ -121,7 +121,10 @@ async def _under_load(
         asking = asyncio.create_task(clients.run())
         started = time.monotonic()
         try:
-            async with asyncio.timeout(options.seconds + 240), asyncio.TaskGroup() as group:
+            async with (
+                asyncio.timeout(options.seconds + READY_SECONDS + ANSWER_SECONDS),
+                asyncio.TaskGroup() as group,
+            ):
                 for fault in faults:
                     group.create_task(_at(world, fault, started))
                 group.create_task(asyncio.sleep(options.seconds))

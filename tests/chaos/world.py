@@ -31,8 +31,8 @@ from twinpool.v1.control_pb2 import WORKER_STATE_READY, RouterRecord, WorkerReco
 CLUSTER = "test"
 BLOCK = 16
 OBJECT_STORE_BYTES = 80 << 20
-RAY_STARTS_SECONDS = 180.0
-READY_SECONDS = 120.0
+RAY_STARTS_SECONDS = 600.0
+READY_SECONDS = 300.0
 POLL_SECONDS = 0.1
 LEASE_SECONDS = 5.0
 """Of offered blocks: how long quiescence may take after a reader is gone for good."""
