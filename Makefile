@@ -46,8 +46,9 @@ ctest-sanitize: ## C++ tests under ASan+UBSan and under TSan
 chaos: $(STAMP) ## A whole cluster while everything dies: SEED= repeats a plan, SECONDS=600
 	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),600)
 
-fuzz: ## Fuzz the core (needs clang): SECONDS_EACH=60 a target; what reaches new code joins csrc/fuzz/corpus
+fuzz: $(STAMP) ## Fuzz the core (needs clang) and all that reads input: SECONDS_EACH=60 a target; what reaches new code joins the corpora
 	scripts/fuzz.sh $(or $(SECONDS_EACH),60)
+	$(PY) -m tests.fuzz --seconds $(or $(SECONDS_EACH),60)
 
 check: $(STAMP) ## Formatters, linters, types, contracts, generated files
 	VENV=$(VENV) scripts/check.sh

@@ -94,8 +94,8 @@ def run_guided(found: Target, seconds: int) -> None:
         if name.startswith("twinpool.") and not name.startswith("twinpool.v1"):
             instrument(atheris, module)
 
-    def mutate(data: bytes, _size: int, seed: int) -> bytes:
-        return found.mutate(data, random.Random(seed))
+    def mutate(data: bytes, size: int, seed: int) -> bytes:
+        return found.mutate(data, random.Random(seed))[:size]
 
     options = ["fuzz", f"-max_total_time={seconds}", f"-max_len={max(INPUT_BYTES_MAX, 1 << 16)}"]
     options += [f"-timeout={SECONDS_AN_INPUT}", f"-artifact_prefix={FINDINGS}/{found.name}-", str(corpus)]
