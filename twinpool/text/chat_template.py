@@ -149,7 +149,10 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
         )
         try:
-            return self._template.render(context)
+            text = self._template.render(context)
+            # JSON can hold halves of characters, in a template as in what a client sends; no tokenizer takes them.
+            text.encode()
+            return text
         except TemplateError as error:
             raise ChatTemplateError(
                 f"the model's chat template refused the messages: {error.message}"

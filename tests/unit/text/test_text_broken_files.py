@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from twinpool.text import Tokenizer
-from twinpool.text.errors import TokenizerLoadError
+from twinpool.text.chat_template import ChatTemplate
+from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
 
 WORDS = {
     "version": "1.0",
@@ -51,3 +52,12 @@ def test_json_as_deep_as_it_goes(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"a":' + "[" * 200_000)
     with pytest.raises(TokenizerLoadError):
         Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("template", ["\ud800", "{{ half }}", "{{ messages[0].content }}"])
+def test_half_a_character_is_refused_before_it_is_tokenised(template: str) -> None:
+    """A client can send one within JSON: in a tool's parameters, or as a variable of the template."""
+    with pytest.raises(ChatTemplateError, match="UnicodeEncodeError"):
+        ChatTemplate(template, {}).render(
+            [{"role": "user", "content": "\udc00"}], variables={"half": "\ud800"}
+        )
