@@ -120,7 +120,7 @@ async def test_it_is_bounded_in_flight_and_in_time() -> None:
     assert replay.late > 0
     trace = sessions(count=4, turns=3)
     replay, _ = await run(trace, Pretender(), limits=Limits(seconds=1.0))
-    assert 0 < replay.progress.served < 12
+    assert replay.progress.served < 12
     assert replay.progress.served + replay.progress.skipped == 12
     assert all(each.timing.arrival < 1.0 for each in replay.answered)
 

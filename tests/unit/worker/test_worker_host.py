@@ -76,7 +76,7 @@ async def _health(endpoint: str) -> int:
     """Whether the worker does what it is asked for."""
     async with rpc.channel(endpoint, RpcConfig()) as channel:
         asked = health_pb2.HealthCheckRequest(service="twinpool.v1.WorkerService")
-        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=60)
         return int(answer.status)
 
 
@@ -89,7 +89,7 @@ async def test_ready_then_stopped(model: Path, store: StoreServer) -> None:
         health = host.health()
         assert (health["live"], health["worker"], health["role"]) == (True, "w0", "decode")
         await until(lambda: host.ready)
-        for _ in range(200):
+        for _ in range(6000):
             record = await asyncio.to_thread(_record, store, config)
             if record is not None and record.state == WORKER_STATE_READY:
                 break
@@ -179,8 +179,8 @@ async def test_a_start_can_be_interrupted_while_the_model_loads(
 
     monkeypatch.setattr(host_module, "build_stack", slow)
     starting = asyncio.create_task(WorkerHost(config, "prefill").start())
-    await asyncio.to_thread(entered.wait, 5)
-    for _ in range(300):
+    await asyncio.to_thread(entered.wait, 60)
+    for _ in range(6000):
         record = await asyncio.to_thread(_record, store, config)
         if record is not None:
             break
@@ -189,7 +189,7 @@ async def test_a_start_can_be_interrupted_while_the_model_loads(
     assert record.state == WORKER_STATE_STARTING
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(starting, 5)
+        await asyncio.wait_for(starting, 60)
     assert await asyncio.to_thread(_record, store, config) is None
     assert _threads() == set()
     assert real is not slow
@@ -207,7 +207,7 @@ async def test_a_step_loop_that_gives_up_is_a_failure_of_the_worker(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(role, "on_clock", broken)
-    failure = await asyncio.wait_for(host.failure(), 10)
+    failure = await asyncio.wait_for(host.failure(), 60)
     assert "RuntimeError" in failure.detail
     assert not failure.superseded
     await host.stop(1.0)
