@@ -15,10 +15,15 @@ from twinpool.errors import CheckpointError
 from twinpool.text import Tokenizer
 from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
 
+HELD: list[tempfile.TemporaryDirectory[str]] = []
+"""Directories that go with the process."""
+
 
 @cache
 def directory(name: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"twinpool-fuzz-{name}-"))
+    made = tempfile.TemporaryDirectory(prefix=f"twinpool-fuzz-{name}-")
+    HELD.append(made)
+    return Path(made.name)
 
 
 # --- config.json

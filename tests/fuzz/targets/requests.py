@@ -47,12 +47,13 @@ class World:
     """A router with two workers, for the life of the process."""
 
     def __init__(self) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="twinpool-fuzz-")
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
         self.cluster: FakeCluster = self.loop.run_until_complete(self._start())
 
     async def _start(self) -> FakeCluster:
-        path = write_byte_tokenizer(Path(tempfile.mkdtemp(prefix="twinpool-fuzz-")))
+        path = write_byte_tokenizer(Path(self.directory.name))
         sizes = {"num_blocks": BLOCKS, "max_context_tokens": CONTEXT, "vocab_size": VOCABULARY}
         return await self.stack.enter_async_context(fake_cluster(path, **sizes))
 
