@@ -68,8 +68,7 @@ class Attempt:
             return
         command = decode_command(self.prepared, self._id, None if self.local else owner, self.source)
         wait = self._request.hops.limits.reserve_timeout_seconds
-        cause = "it did not answer the reservation in time"
-        late = lost(self.decode, "decode", cause, late=True)
+        late = lost(self.decode, "decode", "it did not answer the reservation in time", late=True)
         self._timer = asyncio.get_running_loop().call_later(wait, self.fail, late)
         self._send(self.decode, worker.SessionRequest(decode=command))
 
