@@ -114,6 +114,7 @@ async def test_who_does_not_fit_hears_so_at_once_with_a_reason_and_before_any_wo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 async def test_nobody_keeps_anything_of_whom_it_refused(busy: Fleet) -> None:
     """The memory of router and workers after many crowds is that after the first ones."""
     processes = [psutil.Process(worker.process.pid) for worker in busy.live]
