@@ -33,11 +33,16 @@ class RayHead:
         command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--port=0"]
         command += [f"--num-cpus={cpus}", "--include-dashboard=false", "--object-store-memory=80000000"]
         command += [f"--temp-dir={directory}"]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=False
-        )
-        found = re.search(r"--address='([^']+)'", done.stdout)
-        assert found, done.stdout + done.stderr
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=False
+            )
+            found = re.search(r"--address='([^']+)'", done.stdout)
+            assert found, done.stdout + done.stderr
+        except BaseException:
+            # What it has started is no child of anyone.
+            self.end()
+            raise
         self.address = found[1]
 
     def processes(self) -> list[psutil.Process]:
