@@ -41,12 +41,14 @@ def mutate_bytes(data: bytes, source: random.Random) -> bytes:
 @dataclass(frozen=True, slots=True)
 class Target:
     """``run`` returns whatever the input is: an exception out of it is a finding, and so is one that never comes back.
-    ``seeds``: good inputs to begin with. ``mutate`` knows the form of an input, so that changes get past its parser."""
+    ``seeds``: good inputs to begin with. ``mutate`` knows the form of an input, so that changes get past its parser.
+    ``close`` ends what the runs have started."""
 
     name: str
     run: Callable[[bytes], None]
     seeds: Callable[[], list[bytes]]
     mutate: Mutate = mutate_bytes
+    close: Callable[[], None] = lambda: None
 
     @property
     def corpus_file(self) -> Path:

@@ -86,6 +86,17 @@ def world() -> World:
     return World()
 
 
+def close() -> None:
+    """Ends the router and its workers, with their threads."""
+    if world.cache_info().currsize:
+        made = world()
+        world.cache_clear()
+        made.loop.run_until_complete(made.stack.aclose())
+        made.loop.run_until_complete(made.loop.shutdown_asyncgens())
+        made.loop.close()
+        made.directory.cleanup()
+
+
 def run(data: bytes) -> None:
     method, kind = METHODS[data[0] % len(METHODS) if data else 0]
     made = world()
@@ -144,4 +155,4 @@ def seeds() -> list[bytes]:
     return [bytes([KINDS.index(type(made))]) + made.SerializeToString() for made in requests]
 
 
-TARGETS = {"inference": Target("inference", run, seeds, message_mutator(KINDS))}
+TARGETS = {"inference": Target("inference", run, seeds, message_mutator(KINDS), close)}

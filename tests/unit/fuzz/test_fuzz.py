@@ -13,7 +13,11 @@ INPUTS = {"safetensors": 40, "tokenizer": 15}
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.timeout(600)
 def test_no_input_does_any_harm(name: str) -> None:
-    drive(target(name), seed=20, count=INPUTS.get(name, 150))
+    found = target(name)
+    try:
+        drive(found, seed=20, count=INPUTS.get(name, 150))
+    finally:
+        found.close()
 
 
 def test_every_stored_corpus_has_a_target() -> None:
