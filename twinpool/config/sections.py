@@ -360,7 +360,8 @@ class TlsConfig(Section):
     )
     role_domain: str = Field(
         default="",
-        description="Domain under which certificates name the role of their process (ROLE.DOMAIN; roles are router, worker, control, operator), which then decides what it may call; empty: all that the CA signed may call all.",
+        description="Domain under which certificates name the role of their process (ROLE.DOMAIN; roles are router, worker, "
+        "control, operator), which then decides what it may call; empty: all that the CA signed may call all.",
     )
 
     @property
