@@ -305,7 +305,7 @@ WORKER_KEPT_ANSWERS = Gauge(
     "twinpool_worker_kept_answers", "Resumable answers whose tokens are kept for another router."
 )
 WORKER_SESSIONS = Gauge("twinpool_worker_sessions", "Open sessions with routers.")
-WORKER_OFFERED_BLOCKS = Counter("twinpool_worker_offered_blocks", "Cached blocks that others took at its leave.")
+WORKER_OFFERED_BLOCKS = Counter("twinpool_worker_offered_blocks", "Cached blocks taken by others at its end.")
 WORKER_UNREADY = Gauge(
     "twinpool_worker_unready",
     "1 while the worker is not ready for this cause: event_loop, step_loop, transfer_thread, transfer, lease.",
