@@ -156,7 +156,8 @@ class Client:
             service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
         )
         try:
-            answer = await health_pb2_grpc.HealthStub(self._channel).Check(wanted)
+            stub = health_pb2_grpc.HealthStub(self._channel)
+            answer = await stub.Check(wanted)  # pyright: ignore[reportAttributeAccessIssue]
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

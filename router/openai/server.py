@@ -41,24 +41,31 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 class Backend(Protocol):
     """What the server needs of a router."""
+        ...
 
     async def chat(self, request: chat.ChatRequest, call: Call[chat.ChatResponse]) -> None:
         """Serves a chat."""
+        ...
 
     async def generate(self, request: pb.GenerateRequest, call: Call[pb.GenerateResponse]) -> None:
         """Serves a prompt."""
+        ...
 
     def models(self, caller: Caller) -> list[pb.Model]:
         """The models that a caller may use."""
+        ...
 
     def token_bytes(self, model: str) -> TokenBytes:
         """What tokens of a model add to the text. Raises MODEL_NOT_FOUND."""
+        ...
 
     def live(self) -> bool:
         """Whether the process does its work."""
+        ...
 
     def ready(self) -> bool:
         """Whether requests are welcome."""
+        ...
 
 
 class HttpServer:
