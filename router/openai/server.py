@@ -41,7 +41,6 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 class Backend(Protocol):
     """What the server needs of a router."""
-        ...
 
     async def chat(self, request: chat.ChatRequest, call: Call[chat.ChatResponse]) -> None:
         """Serves a chat."""
