@@ -26,11 +26,12 @@ test: $(STAMP) ctest ## All tests of the fast tiers
 	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/scenario
 	$(PY) -m pytest -m "not slow and not gpu" tests/integration tests/faults/test_soak.py \
 	  tests/faults/test_store_away.py::test_away_for_less_than_a_lease \
-	  tests/faults/test_store_away.py::test_restarted_with_and_without_what_it_held
+	  tests/faults/test_store_away.py::test_restarted_with_and_without_what_it_held \
+	  tests/faults/test_chaos.py
 
 test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow ones included
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario
-	$(PY) -m pytest -m "not gpu" tests/integration tests/faults
+	$(PY) -m pytest -m "not gpu" tests/integration tests/faults tests/compat
 
 ctest: ## C++ tests
 	cmake -S . -B build/ctest -DTWINPOOL_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
