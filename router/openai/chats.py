@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, StrictBool
 
 from twinpool.errors import TwinpoolError
-from twinpool.router.openai.fields import Body, NamedTool, Sampled, Tool, Uint32
+from twinpool.router.openai.fields import Body, JsonFormat, NamedTool, Sampled, TextFormat, Tool, Uint32
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -71,18 +71,6 @@ class JsonSchema(Body):
     description: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
     strict: StrictBool | None = None
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
 
 
 class SchemaFormat(Body):

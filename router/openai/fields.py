@@ -17,6 +17,29 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
+class Ignored(Body):
+    """What changes nothing in an answer and is taken and ignored."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
 class StreamOptions(Body):
     """How an answer is streamed."""
 
@@ -25,11 +48,10 @@ class StreamOptions(Body):
     """Padding against guesses by length; none is added."""
 
 
-class Sampled(Body):
+class Sampled(Ignored):
     """What the requests for chats and for plain text share. ``None`` is as good as absent everywhere.
 
-    ``user`` to ``prompt_cache_retention`` change nothing in an answer and are ignored; what is below ``top_k`` is what OpenAI's
-    own API does not have.
+    What is below ``top_k`` is what OpenAI's own API does not have.
     """
 
     model: str = ""
@@ -45,13 +67,6 @@ class Sampled(Body):
     n: Annotated[StrictInt, Field(ge=1, le=(1 << 32) - 1)] | None = None
 
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Number] | None = None
-
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     top_k: Uint32 | None = None
     min_p: Number | None = None

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, Tag
 
-from twinpool.router.openai.fields import Body, NamedFunction, Number, Uint32
+from twinpool.router.openai.fields import (
+    Body,
+    Ignored,
+    JsonFormat,
+    NamedFunction,
+    Number,
+    TextFormat,
+    Uint32,
+)
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -114,18 +122,6 @@ class NamedTool(NamedFunction):
     type: Literal["function"]
 
 
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
 class SchemaFormat(Body):
     """JSON under a schema."""
 
@@ -150,7 +146,7 @@ class Reasoning(Body):
     summary: str | None = None
 
 
-class ResponseRequest(Body):
+class ResponseRequest(Ignored):
     """The body of the request."""
 
     model: str = ""
@@ -170,13 +166,6 @@ class ResponseRequest(Body):
     previous_response_id: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     def request(self) -> chat.ChatRequest:
         """The same request as over gRPC."""
