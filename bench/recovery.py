@@ -14,44 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench._common import Figures, arguments, report
-from twinpool import logs
+from bench._common import Figures
+from bench._pause import AFTER, BEFORE, OUTPUT_TOKENS, pause, run, write_model
 from twinpool.client import Client, request
 from twinpool.config import TwinpoolConfig, load_config
 from twinpool.control.local import LocalCluster
-from twinpool.engine.tiny import write_tiny
 from twinpool.router_client import RouterClient
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
 from twinpool.v1.worker_pb2 import ROLE_DECODE
 
-LENGTHS = (1024, 8192)
-QUICK_LENGTHS = (256, 1024)
-BEFORE = 16
-"""Tokens that the client has when the worker dies."""
-AFTER = 16
-OUTPUT_TOKENS = 512
 RESTART_SECONDS = 120.0
-MODEL: dict[str, object] = {
-    "kv_lora_rank": 128,
-    "qk_rope_head_dim": 32,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 192,
-    "moe_intermediate_size": 256,
-    "intermediate_size": 2048,
-}
 
 
 def configuration(model: Path) -> TwinpoolConfig:
@@ -100,10 +81,8 @@ class Bench:
                 if killed and len(times) >= seen + AFTER:
                     break
         assert killed, "the answer ended before its worker could be killed"
-        gaps = [after - before for before, after in itertools.pairwise(times[seen - 1 :])]
-        pace = [after - before for before, after in itertools.pairwise(times[1:seen])]
         await self._restarted(worker)
-        return {"ms": max(gaps) * 1e3, "pace_ms": statistics.median(pace) * 1e3}
+        return pause(times, seen)
 
     async def again(self, length: int) -> Figures:
         """Time to first token of a new prompt, as long as the context was."""
@@ -149,18 +128,10 @@ async def _until(done: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Bench]:
-    """The cluster, warmed up."""
+async def running(kills: int) -> AsyncIterator[Bench]:
+    """The cluster, warmed up; Ray brings back what is killed."""
     with tempfile.TemporaryDirectory(prefix="twinpool-bench-") as directory:
-        model = write_tiny(
-            Path(directory) / "model",
-            "deepseek_v3",
-            seed=1,
-            layers=4,
-            hidden=512,
-            max_context=16384,
-            overrides=MODEL,
-        )
+        model = write_model(Path(directory))
         cluster = LocalCluster(configuration(model), Path(directory))
         try:
             await cluster.start(lambda *_: None, asyncio.Event())
@@ -174,39 +145,5 @@ async def running() -> AsyncIterator[Bench]:
             await cluster.stop()
 
 
-async def measure(lengths: tuple[int, ...], rounds: int) -> tuple[dict[str, object], Figures]:
-    """Medians, and the pause over the re-prefill."""
-    samples: dict[str, list[float]] = {}
-    async with running() as bench:
-        for _ in range(rounds):
-            for length in lengths:
-                for name, side in (("resume", bench.resume), ("re-prefill", bench.again)):
-                    for figure, value in (await side(length)).items():
-                        samples.setdefault(f"{length} tokens {name} {figure}", []).append(value)
-    figures: dict[str, object] = {name: statistics.median(values) for name, values in samples.items()}
-    for length in lengths:
-        values = samples[f"{length} tokens resume ms"]
-        figures[f"{length} tokens resume ms, least and most"] = [min(values), max(values)]
-    ratios = {
-        f"{length} tokens resume/re-prefill": statistics.median(samples[f"{length} tokens resume ms"])
-        / statistics.median(samples[f"{length} tokens re-prefill ms"])
-        for length in lengths
-    }
-    return figures | {"rounds": rounds}, ratios
-
-
-def main() -> None:
-    """Entry point."""
-    options = arguments(__doc__ or "", ("--rounds", {"type": int, "default": 7}))
-    logs.setup("error", False)
-    lengths, rounds = (QUICK_LENGTHS, 2) if options.quick else (LENGTHS, options.rounds)
-    load = os.getloadavg()[0]
-    # Ray says on stdout that a worker was killed.
-    with contextlib.redirect_stdout(sys.stderr):
-        figures, ratios = asyncio.run(measure(lengths, rounds))
-    figures["load average before"] = load
-    report("a dead decode worker costs a pause, not a re-prefill", figures, ratios, as_json=options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run("a dead decode worker costs a pause, not a re-prefill", __doc__ or "", running, 7)

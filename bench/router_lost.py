@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench._common import Figures, arguments, report
-from bench.recovery import AFTER, BEFORE, LENGTHS, MODEL, OUTPUT_TOKENS, QUICK_LENGTHS, configuration
-from twinpool import logs
+from bench._common import Figures
+from bench._pause import AFTER, BEFORE, OUTPUT_TOKENS, pause, run, write_model
+from bench.recovery import configuration
 from twinpool.client import request
 from twinpool.cluster_client import ClusterClient
 from twinpool.config import load_config, to_env
 from twinpool.control.local import LocalCluster
-from twinpool.engine.tiny import write_tiny
 from twinpool.errors import TwinpoolError
 from twinpool.router_client import RouterClient
 from twinpool.v1 import inference_pb2 as pb
@@ -67,9 +63,7 @@ class Bench:
                     if killed and len(times) >= seen + AFTER:
                         break
         assert killed, "the answer ended before its router could be killed"
-        gaps = [after - before for before, after in itertools.pairwise(times[seen - 1 :])]
-        pace = [after - before for before, after in itertools.pairwise(times[1:seen])]
-        return {"ms": max(gaps) * 1e3, "pace_ms": statistics.median(pace) * 1e3}
+        return pause(times, seen)
 
     async def again(self, length: int) -> Figures:
         """Time to first token of a new prompt, as long as the context was."""
@@ -94,15 +88,7 @@ class Bench:
 async def running(kills: int) -> AsyncIterator[Bench]:
     """The cluster, warmed up."""
     with tempfile.TemporaryDirectory(prefix="twinpool-bench-") as directory:
-        model = write_tiny(
-            Path(directory) / "model",
-            "deepseek_v3",
-            seed=1,
-            layers=4,
-            hidden=512,
-            max_context=16384,
-            overrides=MODEL,
-        )
+        model = write_model(Path(directory))
         env = to_env(configuration(model)) | {"TWINPOOL_POOLS__ROUTERS": str(kills + 1)}
         cluster = LocalCluster(load_config(None, {}, env=env), Path(directory))
         try:
@@ -120,39 +106,5 @@ async def running(kills: int) -> AsyncIterator[Bench]:
             await cluster.stop()
 
 
-async def measure(lengths: tuple[int, ...], rounds: int) -> tuple[dict[str, object], Figures]:
-    """Medians, and the pause over the re-prefill."""
-    samples: dict[str, list[float]] = {}
-    async with running(rounds * len(lengths)) as bench:
-        for _ in range(rounds):
-            for length in lengths:
-                for name, side in (("resume", bench.resume), ("re-prefill", bench.again)):
-                    for figure, value in (await side(length)).items():
-                        samples.setdefault(f"{length} tokens {name} {figure}", []).append(value)
-    figures: dict[str, object] = {name: statistics.median(values) for name, values in samples.items()}
-    for length in lengths:
-        values = samples[f"{length} tokens resume ms"]
-        figures[f"{length} tokens resume ms, least and most"] = [min(values), max(values)]
-    ratios = {
-        f"{length} tokens resume/re-prefill": statistics.median(samples[f"{length} tokens resume ms"])
-        / statistics.median(samples[f"{length} tokens re-prefill ms"])
-        for length in lengths
-    }
-    return figures | {"rounds": rounds}, ratios
-
-
-def main() -> None:
-    """Entry point."""
-    options = arguments(__doc__ or "", ("--rounds", {"type": int, "default": 4}))
-    logs.setup("error", False)
-    lengths, rounds = (QUICK_LENGTHS, 2) if options.quick else (LENGTHS, options.rounds)
-    load = os.getloadavg()[0]
-    # Ray and gRPC say on stdout that something was killed.
-    with contextlib.redirect_stdout(sys.stderr):
-        figures, ratios = asyncio.run(measure(lengths, rounds))
-    figures["load average before"] = load
-    report("a dead router costs a pause, not a re-prefill", figures, ratios, as_json=options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run("a dead router costs a pause, not a re-prefill", __doc__ or "", running, 4)
