@@ -16,6 +16,7 @@ from twinpool.config import RouterSection
 from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
+from twinpool.router.heard import seconds_of
 from twinpool.router.request import Prepared
 from twinpool.router.trace import TraceBook
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
@@ -191,7 +192,7 @@ class Admission:
             report.waiting_requests,
             report.waiting_prefill_tokens,
             report.available_blocks,
-            report.step_time.ToNanoseconds() / 1e9,
+            seconds_of(report.step_time),
         )
         self.kick()
 
@@ -202,12 +203,12 @@ class Admission:
             key.incarnation,
             prompt_tokens - done.cached_tokens,
             done.cached_tokens,
-            done.compute_time.ToNanoseconds() / 1e9,
+            seconds_of(done.compute_time),
         )
 
     def observe_transfer(self, key: WorkerKey, stats: inference_pb2.HandoffStats) -> None:
         """What a pull really took; beside it goes what it was expected to take."""
-        seconds = stats.read_time.ToNanoseconds() / 1e9
+        seconds = seconds_of(stats.read_time)
         if stats.blocks:
             expected = self.core.predict_transfer(key.name, key.incarnation, stats.blocks)
             metrics.ROUTER_TRANSFER_TIME.observe(seconds)

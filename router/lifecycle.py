@@ -14,7 +14,6 @@ itself says what both would have said, on the one leg that there is then.
 """
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
 from twinpool import metrics
@@ -24,6 +23,7 @@ from twinpool.ids import WorkerKey
 from twinpool.router.dispatch import Leg, wait_ended
 from twinpool.router.fields import decode_command, prefill_command, worker_id
 from twinpool.router.finish import finished_event, started_event
+from twinpool.router.heard import RESERVATION, Early, fault_in_order, fault_in_prefill
 from twinpool.router.hops import Hops, NewAnswer, Write
 from twinpool.router.outcome import Outcome, core_error, found, leaving, lost, said_by
 from twinpool.router.patience import patient
@@ -55,7 +55,7 @@ class Attempt:
         self._request = request
         self._id = worker.AttemptId(request_id=request.prepared.request_id, attempt=action.attempt)
         self._legs: dict[WorkerKey, Leg] = {}
-        self._early: list[Callable[[], None]] = []
+        self._early = Early(request.hops.limits.max_buffered_tokens)
         self._timer: asyncio.TimerHandle | None = None
 
     # --- the path -------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Attempt:
 
     def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
         """The decode worker holds blocks: prefill may start."""
-        if self.over or self.reserved is not None:
+        if self.over or self.reserved is not None or self._refuses(leg, RESERVATION):
             return
         self._stop_timer()
         self.reserved = message
@@ -91,8 +91,7 @@ class Attempt:
         if self.over or self.prefill_done is not None:
             return
         request, prepared = self._request, self.prepared
-        if sorted(token.index for token in message.first_tokens) != list(range(prepared.n)):
-            self.fail(found(TwinpoolError("INTERNAL", "prefill did not draw one token for each choice")))
+        if self._refuses(leg, "prefill", fault_in_prefill(message, prepared.prompt_tokens, prepared.n)):
             return
         self.prefill_done = message
         request.hop(PREFILL)
@@ -101,17 +100,15 @@ class Attempt:
         request.hops.prefixes.fetched(self.source, self.prefill, message)
         for first in message.first_tokens:
             self._push(first, prepared.drawn)
-        for apply in self._early:
-            if not self.over:  # it may have failed meanwhile
-                apply()
-        self._early.clear()
+        self._early.apply(lambda: self.over)
         self.on_step_end(leg)
 
     def on_handoff_done(self, leg: Leg, message: worker.HandoffDone) -> None:
         """The decode worker holds all KV: the prefill worker's part is over."""
+        if self._refuses(leg, "the hand-off"):
+            return
         if self.prefill_done is None:
-            # Its stream was faster than the one with the first token.
-            self._early.append(partial(self.on_handoff_done, leg, message))
+            self._early.keep(partial(self.on_handoff_done, leg, message))
         elif self.handoff is None:
             self.handoff = message.stats
             self._request.hops.admission.observe_transfer(self.decode, message.stats)
@@ -127,9 +124,7 @@ class Attempt:
     def on_token(self, leg: Leg, token: worker.StepToken) -> None:
         """A token of a decode step."""
         if self.prefill_done is None:
-            # What it may draw before prefill is heard of is as bounded as what a client may leave unread.
-            if len(self._early) < self._request.hops.limits.max_buffered_tokens:
-                self._early.append(partial(self.on_token, leg, token))
+            self._early.keep(partial(self.on_token, leg, token))
         elif self.handoff is None:
             self.fail(found(TwinpoolError("INTERNAL", "decode drew a token before it held the KV")))
         else:
@@ -145,6 +140,12 @@ class Attempt:
             # Nothing more will come: the end does not wait for the client to read.
             self._request.collect()
         self._request.wake(at_once=self.handoff is None)
+
+    def _refuses(self, leg: Leg, kind: str, fault: str = "") -> bool:
+        own = self.prefill if kind == "prefill" and not self.local else self.decode
+        if fault := fault_in_order(kind, leg.key == own, self.reserved is not None) or fault:
+            self.fail(found(TwinpoolError("INTERNAL", fault)))
+        return bool(fault)
 
     def _push(self, token: worker.FirstToken | worker.StepToken, offset: int) -> None:
         if self.over:

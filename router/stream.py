@@ -20,6 +20,10 @@ MAX_TOKENS_A_MESSAGE: Final = 1024
 # About a block: a call of the core for each token would cost more than it tells.
 TOKENS_A_REPORT: Final = 32
 
+# As wide as the ids of an answer are kept.
+TOKEN_ID_MAX: Final = (1 << 31) - 1
+
+_FINISHES: Final = frozenset(pb.FinishReason.values())
 _RUNNING = pb.FINISH_REASON_UNSPECIFIED
 _STOP = pb.FINISH_REASON_STOP
 
@@ -186,6 +190,8 @@ class Answer:
         """Takes a token. Raises INTERNAL for what no worker may send, CLIENT_TOO_SLOW if too much waits."""
         if index >= len(self.choices):
             raise TwinpoolError("INTERNAL", f"a token came for choice {index} of {len(self.choices)}")
+        if token_id > TOKEN_ID_MAX or finish not in _FINISHES:
+            raise TwinpoolError("INTERNAL", f"choice {index}: token {token_id} came with finish {finish}")
         if not self._spec.logprobs:
             logprobs = None
         elif logprobs is None:

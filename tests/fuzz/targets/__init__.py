@@ -8,6 +8,7 @@ from tests.fuzz.target import Target
 MODULES = {
     "inference": "requests",
     "session": "commands",
+    "worker": "workers",
     "handoff_owner": "handoff",
     "handoff_reader": "handoff",
     "descriptor": "handoff",
