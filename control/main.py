@@ -31,7 +31,9 @@ async def _control(config: TwinpoolConfig) -> int:
     store = await asyncio.to_thread(connect_store, config.cluster)
     view = ClusterView(store, config)
     pools = RayPools(config, Path(tempfile.gettempdir()))
-    operations = Operations(store, config, view, pools, partial(channel, config=config.rpc, tls=config.tls))
+    operations = Operations(
+        store, config, view, pools, partial(channel, config=config.rpc, tls=config.tls, role="worker")
+    )
     server = ControlServer(config, view, operations)
     try:
         await view.start()

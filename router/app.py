@@ -70,7 +70,7 @@ class Router:
             self.models,
             self.locality,
             self.background,
-            partial(channel, config=config.rpc, tls=config.tls),
+            partial(channel, config=config.rpc, tls=config.tls, role="worker"),
             pb.Hello(router=name, incarnation=self.incarnation),
         )
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
@@ -85,6 +85,7 @@ class Router:
         self.others = OtherRouters(
             name,
             self.incarnation,
+            partial(channel, config=config.rpc, tls=config.tls, role="router"),
             self.fleet.connect,
             self.fleet.decode_endpoints,
             config.router.takeover_timeout_seconds,

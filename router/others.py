@@ -52,19 +52,22 @@ class Found:
 
 
 class OtherRouters:
-    """Follows the routers of the cluster, but for this one. ``workers`` names the endpoints of all decode workers."""
+    """Follows the routers of the cluster, but for this one. ``workers`` names the endpoints of all decode workers,
+    which ``connect_worker`` dials, as ``connect`` dials routers."""
 
     def __init__(
         self,
         name: str,
         incarnation: int,
         connect: Callable[[str], grpc.aio.Channel],
+        connect_worker: Callable[[str], grpc.aio.Channel],
         workers: Callable[[], list[str]],
         timeout_seconds: float,
         seal: TokenSeal,
     ) -> None:
         self._own = (name, incarnation)
         self._connect = connect
+        self._connect_worker = connect_worker
         self._workers = workers
         self._timeout = timeout_seconds
         self._seal = seal
@@ -128,7 +131,7 @@ class OtherRouters:
         found = Found(source="worker")
 
         async def ask(endpoint: str) -> None:
-            async with self._connect(endpoint) as channel:
+            async with self._connect_worker(endpoint) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 said: worker_pb2.TakeOverResponse = await stub.TakeOver(request, timeout=self._timeout)
             if said.HasField("state"):

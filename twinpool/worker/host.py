@@ -131,7 +131,7 @@ class WorkerHost:
         config = self._config
         if not config.worker.offer_seconds or self._store is None or self._record is None:
             return
-        connect = partial(rpc.channel, config=config.rpc, tls=config.tls)
+        connect = partial(rpc.channel, config=config.rpc, tls=config.tls, role="worker")
         offer = PrefixOffer(
             self._store, config.cluster.name, self._record, connect, config.worker.offer_seconds
         )
