@@ -111,7 +111,7 @@ class Operations:
     def get(self, name: str) -> pb.Operation:
         """Raises OPERATION_NOT_FOUND."""
         if name not in self._known:
-            raise TwinpoolError("OPERATION_NOT_FOUND", f"there is no operation {name!r}")
+            raise TwinpoolError("OPERATION_NOT_FOUND", f"there is no operation {name[:64]!r}")
         return self._known[name]
 
     def all(self) -> list[pb.Operation]:
@@ -171,7 +171,7 @@ class Operations:
             operation.worker.CopyFrom(before.worker)
             operation.pool, operation.role = before.pool, before.role
         else:
-            raise TwinpoolError("WORKER_NOT_FOUND", f"there is no worker {worker!r}")
+            raise TwinpoolError("WORKER_NOT_FOUND", f"there is no worker {worker[:64]!r}")
         wait = self._config.worker.drain_timeout_seconds if seconds is None else seconds
         operation.timeout.FromNanoseconds(int(wait * 1e9))
         operation.created_at.GetCurrentTime()

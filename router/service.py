@@ -35,7 +35,14 @@ from twinpool.router.tenants import Caller, Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import UsageBook
 from twinpool.router.utf8 import Unparsed, lenient, parsed
-from twinpool.router.validate import Resumable, check_length, check_params, check_resumable, check_vocabulary
+from twinpool.router.validate import (
+    Resumable,
+    check_choices,
+    check_length,
+    check_params,
+    check_resumable,
+    check_vocabulary,
+)
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -73,6 +80,10 @@ class InferenceService(SideCalls):
     def drain(self) -> None:
         """From now on new requests are refused; what runs goes on."""
         self._draining = True
+
+    def check_choices(self, n: int) -> None:
+        """See ``validate.check_choices``."""
+        check_choices(n, self._limits)
 
     # --- calls ----------------------------------------------------------------------------
 

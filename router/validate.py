@@ -74,7 +74,7 @@ def check_params(
             f"request_id is {shown(request.request_id)}; the limit is 128 characters of A-Z a-z 0-9 . _ : -",
             field="request_id",
         )
-    _within("n", "INVALID_N", request.n or 1, 1, limits.max_choices)
+    check_choices(request.n, limits)
     if request.HasField("logprobs"):
         _within("logprobs", "INVALID_LOGPROBS", request.logprobs, 0, limits.max_logprobs)
     _within("priority", "INVALID_PRIORITY", request.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
@@ -297,6 +297,11 @@ def _check_tenant(tenant: str, limits: RouterSection) -> None:
             f"tenant is {shown(tenant)}; the limit is {limits.max_tenant_chars} printable characters",
             field="tenant",
         )
+
+
+def check_choices(n: int, limits: RouterSection) -> None:
+    """Raises INVALID_N. For who makes something for each choice before the request is checked as a whole."""
+    _within("n", "INVALID_N", n or 1, 1, limits.max_choices)
 
 
 def _within(field: str, reason: str, value: int, low: int, high: int) -> None:

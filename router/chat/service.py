@@ -81,6 +81,7 @@ class ChatService:
             raise TwinpoolError(
                 "EMPTY_PROMPT", "request.chat is not set; the limit is a conversation", field="request.chat"
             )
+        self._inference.check_choices(asked.n)
         # Before anything is told of the models, or rendered.
         asked.tenant = self._tenants.admit(call.caller, asked.tenant)
         tokenizer = self._models.resolve(asked.model).tokenizer

@@ -83,9 +83,17 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises INVALID_ARGUMENT."""
+    """The JSON object of a body, in UTF-8. Raises INVALID_ARGUMENT, or INVALID_TEXT for half a character."""
     try:
-        value = json.loads(raw)
+        text = raw.decode("utf-8-sig")
+        value = json.loads(text)
+        if "\\u" in text:
+            # An escape may name half of a surrogate pair, which is no text.
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise TwinpoolError(
+            "INVALID_TEXT", "a string of the body holds half of a surrogate pair", field="the body"
+        ) from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

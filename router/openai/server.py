@@ -27,6 +27,7 @@ from twinpool.router.openai.response_shape import ResponseShape
 from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
 from twinpool.router.openai.texts import TextShape
 from twinpool.router.tenants import Caller, key_of
+from twinpool.router.validate import check_choices
 from twinpool.rpc import HttpsContext
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
@@ -149,6 +150,7 @@ class HttpServer:
         asked = body.requests()
         prompts = [one.text if body.echo else "" for one in asked]
         token_bytes = self._backend.token_bytes(body.model)
+        check_choices(asked[0].n, self._config)
         shape = TextShape(prompts, asked[0].n, token_bytes, logprobs=body.logprobs is not None)
         out = EventStream(request) if body.stream else None
 

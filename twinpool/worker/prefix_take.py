@@ -64,7 +64,10 @@ class PrefixTaker:
     async def take(self, request: pb.TakePrefixesRequest) -> pb.TakePrefixesResponse:
         """Pulls what is missing here. What fails is left out. Raises INVALID_ARGUMENT or DRAINING."""
         chains = parse_chains(request.chains, self._limits)
-        owner = WorkerKey(request.owner.name, request.owner.incarnation)
+        try:
+            owner = WorkerKey(request.owner.name, request.owner.incarnation)
+        except ValueError as error:
+            raise TwinpoolError("INVALID_ARGUMENT", f"owner: {error}", field="owner") from None
         seconds = min(DEADLINE_SECONDS_MAX, request.deadline.ToNanoseconds() / 1e9)
         taken = pb.TakePrefixesResponse()
         try:

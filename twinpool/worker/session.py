@@ -39,6 +39,9 @@ from twinpool.worker.streams import Context, MessageQueue
 SESSIONS_MAX: Final = 1024
 """Most routers that are served at a time."""
 
+DRAIN_SECONDS_MAX: Final = 86400.0
+"""Longest time for requests that whoever asks a worker to leave may name."""
+
 HELLO_SECONDS: Final = 10.0
 """A stream that says nothing for so long is not a router's."""
 
@@ -157,6 +160,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """See the protocol. Returns at once; a second call changes nothing."""
         self._check_meant(request.worker)
         timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        if timeout is not None and not 0 <= timeout <= DRAIN_SECONDS_MAX:
+            raise TwinpoolError(
+                "INVALID_ARGUMENT", f"timeout: {timeout:g} s is not in 0..{DRAIN_SECONDS_MAX:g}"
+            )
         self._on_drain(timeout)
         return pb.DrainResponse()
 
@@ -171,7 +178,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _check_meant(self, meant: pb.WorkerId) -> None:
         own = self._worker
         if (meant.name, meant.incarnation) != (own.name, own.incarnation):
-            detail = f"this is worker {own}, not {meant.name}@{meant.incarnation:016x}"
+            detail = f"this is worker {own}, not {meant.name[:64]}@{meant.incarnation:016x}"
             raise TwinpoolError("INCARNATION_MISMATCH", detail)
 
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:

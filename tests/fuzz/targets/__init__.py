@@ -7,6 +7,8 @@ from tests.fuzz.target import Target
 
 MODULES = {
     "inference": "requests",
+    "http": "requests",
+    "cluster": "cluster",
     "session": "commands",
     "worker": "workers",
     "handoff_owner": "handoff",

@@ -7,22 +7,25 @@ comes of it; and nothing of it is left.
 
 import asyncio
 import json
+import random
 import tempfile
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 
-from tests.fuzz.shake import message_mutator
+from tests.fuzz.shake import json_mutator, message_mutator
 from tests.fuzz.target import Target
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from twinpool.errors import TABLE, from_rpc_error
+from twinpool.router.openai.errors import STATUS
+from twinpool.v1 import chat_pb2, router_pb2
 from twinpool.v1 import inference_pb2 as pb
-from twinpool.v1 import router_pb2
 from twinpool.v1 import worker_pb2 as worker
 from twinpool.worker.commands import Limits, parse_command
 
@@ -37,9 +40,15 @@ METHODS: list[tuple[str, type]] = [
     ("RouterService/LookupPrefix", router_pb2.LookupPrefixRequest),
     ("RouterService/TraceRequest", router_pb2.TraceRequestRequest),
     ("RouterService/HandOver", router_pb2.HandOverRequest),
+    ("ChatService/Chat", chat_pb2.ChatRequest),
+    ("InferenceService/Detokenize", pb.DetokenizeRequest),
+    ("InferenceService/Warm", pb.WarmRequest),
+    ("InferenceService/GetUsage", pb.GetUsageRequest),
+    ("RouterService/InspectRouter", router_pb2.InspectRouterRequest),
+    ("RouterService/FetchRecording", router_pb2.FetchRecordingRequest),
 ]
 KINDS = [kind for _, kind in METHODS]
-STREAMS = {"Generate", "Resume"}
+STREAMS = {"Generate", "Resume", "Chat", "FetchRecording"}
 CALL_SECONDS = 60.0
 
 
@@ -55,7 +64,8 @@ class World:
     async def _start(self) -> FakeCluster:
         path = write_byte_tokenizer(Path(self.directory.name))
         sizes = {"num_blocks": BLOCKS, "max_context_tokens": CONTEXT, "vocab_size": VOCABULARY}
-        return await self.stack.enter_async_context(fake_cluster(path, **sizes))
+        settings: dict[str, object] = {"http_port": 0, "record_bytes": 1 << 16}
+        return await self.stack.enter_async_context(fake_cluster(path, settings=settings, **sizes))
 
     async def call(self, method: str, data: bytes) -> grpc.aio.AioRpcError | None:
         channel, path = self.cluster.channel, f"/twinpool.v1.{method}"
@@ -113,6 +123,11 @@ def run(data: bytes) -> None:
         assert known.reason in TABLE
         assert len(known.message) < 2000, "a message of the size of its request"
         assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED, known
+    check_workers(made)
+
+
+def check_workers(made: World) -> None:
+    """What workers were told they can do, and nothing is left."""
     for command in made.commands():
         # What compiles grammars has tests of its own.
         getattr(command, str(command.WhichOneof("message"))).draw.ClearField("grammar")
@@ -151,8 +166,77 @@ def seeds() -> list[bytes]:
         router_pb2.LookupPrefixRequest(text="abc"),
         router_pb2.TraceRequestRequest(request_id="r"),
         router_pb2.HandOverRequest(stream_id="s"),
+        chat_pb2.ChatRequest(request=pb.GenerateRequest(chat=chat, model="fake", stop=few)),
+        chat_pb2.ChatRequest(
+            request=pb.GenerateRequest(chat=tools, stop=few), tool_name="f", single_call=True
+        ),
+        pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=[72, 195, 169, 257]), keep_special_tokens=True),
+        pb.WarmRequest(request=pb.GenerateRequest(text="hello", priority=1)),
+        pb.GetUsageRequest(tenant="t"),
+        router_pb2.InspectRouterRequest(),
+        router_pb2.FetchRecordingRequest(),
     ]
     return [bytes([KINDS.index(type(made))]) + made.SerializeToString() for made in requests]
 
 
-TARGETS = {"inference": Target("inference", run, seeds, message_mutator(KINDS), close)}
+# --- the OpenAI-compatible API
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+async def post(made: World, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer."""
+    url = f"http://{made.cluster.router.apis.http_endpoint}{path}"
+    timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(url, data=body, headers={"Content-Type": "application/json"}) as answer,
+    ):
+        return answer.status, await answer.read()
+
+
+def run_http(data: bytes) -> None:
+    """The first byte says which path; the rest is the body."""
+    made = world()
+    path = PATHS[data[0] % len(PATHS) if data else 0]
+    status, body = made.loop.run_until_complete(post(made, path, data[1:]))
+    if status >= 400:
+        said = json.loads(body)["error"]
+        assert said["code"] in TABLE, said
+        assert status == STATUS.get(TABLE[said["code"]].code, 500), said
+        assert len(said["message"]) < 2000
+        assert status < 500 or said["code"] != "INTERNAL", said
+    else:
+        assert b'"INTERNAL"' not in body, body[:500]
+        assert b"internal error" not in body
+    check_workers(made)
+
+
+def http_seeds() -> list[bytes]:
+    ask = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hé"}]}]
+    form: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    function = {"name": "f", "description": "d", "parameters": form}
+    few = {"model": "fake", "max_tokens": 4}
+    bodies: list[tuple[int, dict[str, Any]]] = [
+        (0, few | {"messages": ask, "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["x"], "seed": 1}),
+        (0, few | {"messages": ask, "stream": True, "stream_options": {"include_usage": True}}),
+        (0, few | {"messages": ask, "tools": [{"type": "function", "function": function}], "temperature": 0.5}),
+        (0, few | {"messages": ask, "response_format": {"type": "json_object"}, "logit_bias": {"65": 1.5}}),
+        (1, few | {"prompt": ["hello", "x"], "echo": True, "logprobs": 1, "top_p": 0.5}),
+        (1, few | {"prompt": list(range(40)), "stream": True, "presence_penalty": 0.5, "user": "u"}),
+        (2, {"model": "fake", "input": "hé", "max_output_tokens": 4, "instructions": "be"}),
+        (2, {"model": "fake", "input": ask, "max_output_tokens": 4, "stream": True, "temperature": 0.5}),
+    ]  # fmt: skip
+    return [bytes([which]) + json.dumps(body).encode() for which, body in bodies]
+
+
+def mutate_http(data: bytes, source: random.Random) -> bytes:
+    """Keeps the path, as a rule."""
+    which = data[:1] if source.random() < 0.9 else bytes([source.randrange(len(PATHS))])
+    return which + json_mutator(data[1:], source)
+
+
+TARGETS = {
+    "http": Target("http", run_http, http_seeds, mutate_http, close),
+    "inference": Target("inference", run, seeds, message_mutator(KINDS), close),
+}

@@ -329,3 +329,22 @@ async def test_an_answer_that_fails_later_says_so_in_the_stream(model: Path) -> 
             async for _ in stream:
                 pass
         assert caught.value.code in ("INTERNAL", "WORKER_LOST", "ATTEMPTS_EXHAUSTED")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("chat/completions", '{"model": "fake", "messages": [{"role": "user", "content": "a"}], "n": 2000000000}', "INVALID_N"),
+        ("completions", '{"model": "fake", "prompt": "a", "n": 2000000000}', "INVALID_N"),
+        ("completions", '{"model": "\\ud800", "prompt": "a"}', "INVALID_TEXT"),
+        ("responses", '{"model": "fake", "input": "\\udfff"}', "INVALID_TEXT"),
+    ],
+)  # fmt: skip
+async def test_a_body_that_nobody_can_serve_is_refused_at_once(
+    model: Path, path: str, body: str, code: str
+) -> None:
+    async with served(model, "a") as (cluster, _), aiohttp.ClientSession() as session:
+        url = f"http://{cluster.router.apis.http_endpoint}/v1/{path}"
+        async with session.post(url, data=body) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["code"] == code
