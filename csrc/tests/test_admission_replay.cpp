@@ -42,7 +42,7 @@ class Script {
                                {now_, static_cast<std::uint32_t>(random_() % 8), 0, random_() % 3000,
                                 static_cast<std::uint32_t>(random_() % 200), 0.01}};
     case 2:
-      return calls::Quarantine{now_, name, incarnation, now_ + 0.05};
+      return calls::Quarantine{now_, name, incarnation, now_ + 0.05, false};
     case 3:
       return calls::ObservePrefill{name, incarnation, static_cast<std::int64_t>(1 + random_() % 900), 16,
                                    static_cast<double>(random_() % 100) * 1e-3};
