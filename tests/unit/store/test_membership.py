@@ -358,7 +358,7 @@ async def test_who_does_not_come_back_after_a_wipe_is_removed(tmp_path: Path, ke
     store = EtcdStore([server.endpoint], timeout_seconds=0.5)
     try:
         store.put(keys.worker("default", "w"), worker().SerializeToString())
-        async with View(store, keys, grace_seconds=1.0) as view:
+        async with View(store, keys, grace_seconds=6.0) as view:
             await until(lambda: view.events)
             await asyncio.to_thread(server.kill)
             await until(lambda: not view.watch.connected)
