@@ -29,10 +29,6 @@ MOVES_MAX: Final = 1 << 20
 """More often than any answer moves; a number beyond is made up."""
 
 
-ROOT_BYTES: Final = 16
-"""Length of a root hash."""
-
-
 def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: bytes) -> Prepared:
     """The request with all that another router needs of it. ``key`` and ``digest``: see the protocol."""
     grace = Duration()

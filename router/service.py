@@ -33,7 +33,7 @@ from twinpool.router.structured import GrammarCheck, check_together, grammar_of
 from twinpool.router.tally import Tally
 from twinpool.router.tenants import Caller, Tenants
 from twinpool.router.tokenize import TokenizeHop
-from twinpool.router.usage import UsageBook
+from twinpool.router.usage import Meter, UsageBook
 from twinpool.router.utf8 import Unparsed, lenient, parsed
 from twinpool.router.validate import (
     Resumable,
@@ -106,7 +106,7 @@ class InferenceService(SideCalls):
             tally.end(error)
             raise
         try:
-            await self._served(request, replace(call, write=meter.write), tally, rendered)
+            await self._served(request, replace(call, write=meter.write), tally, rendered, meter)
         finally:
             meter.end()
 
@@ -116,9 +116,10 @@ class InferenceService(SideCalls):
         call: Call[pb.GenerateResponse],
         tally: Tally,
         rendered: Rendered | None,
+        meter: Meter,
     ) -> None:
         try:
-            kept = await self._generate(request, call, tally, rendered)
+            kept = await self._generate(request, call, tally, rendered, meter)
         except BaseException as error:
             tally.end(error)
             raise
@@ -136,10 +137,11 @@ class InferenceService(SideCalls):
             await context.write(pb.ResumeResponse(response=event))
 
         meter = self._usage.metered(wanted.tenant, write)
+        meter.resumed = True
         try:
             await self._streams.resume(wanted, meter.write, call.traceparent)
         finally:
-            meter.end(resumed=True)
+            meter.end()
 
     async def Cancel(self, request: pb.CancelRequest | Unparsed, context: Context) -> pb.CancelResponse:
         """See the protocol."""
@@ -155,6 +157,7 @@ class InferenceService(SideCalls):
         call: Call[pb.GenerateResponse],
         tally: Tally,
         rendered: Rendered | None,
+        meter: Meter,
     ) -> Kept | None:
         """Serves a request, or starts one that can be resumed, or finds the one with its idempotency key."""
         wanted = check_resumable(request, self._limits)
@@ -163,6 +166,7 @@ class InferenceService(SideCalls):
         async with self._streams.claim(request, wanted, call.traceparent) as kept:
             if kept is not None:
                 tally.drop()
+                meter.resumed = True
                 return kept
             return await self._start(request, call, tally, rendered, wanted)
 

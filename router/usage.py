@@ -97,6 +97,8 @@ class Meter:
         self._used = Totals()
         self._request_id = self._model = ""
         self._ended = "incomplete"
+        self.resumed = False
+        """Whether the stream reads an answer that was counted as a request where it began."""
 
     async def write(self, event: pb.GenerateResponse) -> None:
         """Sends an event, then counts it."""
@@ -112,9 +114,9 @@ class Meter:
             self._request_id, self._model = event.started.request_id, event.started.model
             self._used.requests, self._used.prompt_tokens = 1, event.started.prompt_tokens
 
-    def end(self, *, resumed: bool = False) -> None:
-        """The stream has ended. What is ``resumed`` was counted as a request where it began."""
-        if resumed:
+    def end(self) -> None:
+        """The stream has ended."""
+        if self.resumed:
             self._used.requests = self._used.prompt_tokens = self._used.cached_tokens = 0
         if self._used == Totals():
             return

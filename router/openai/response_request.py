@@ -139,13 +139,6 @@ class Text(Body):
     verbosity: None = None
 
 
-class Reasoning(Body):
-    """How much the model is to think: its template decides."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
 class ResponseRequest(Ignored):
     """The body of the request."""
 
@@ -160,8 +153,8 @@ class ResponseRequest(Ignored):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
     text: Text | None = None
-    reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    reasoning: None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
     store: Literal[False] | None = None
     previous_response_id: None = None
     background: Literal[False] | None = None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control process dies, or Ray's head: neither is on the way of a request, and no worker goes with them."""
 
-import asyncio
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from tests.support.oracle import oracle
 from tests.support.quiescence import assert_quiescent
 from tests.support.ray_head import RayHead
 from tests.support.steps import prompt
-from tests.support.waiting import until
+from tests.support.waiting import until, until_told
 from tests.support.worker_client import start_router
 from twinpool.client import Client
 from twinpool.config import ClusterConfig, load_config, to_env
@@ -99,9 +98,12 @@ class Site:
         await until(lambda: self.store.list_prefix(Keys("test").routers).items, LONG_WAIT)
         (item,) = self.store.list_prefix(Keys("test").routers).items.values()
         endpoint = RouterRecord.FromString(item.value).endpoint
-        async with Client(endpoint) as client, asyncio.timeout(LONG_WAIT):
-            while not any(each.ready for each in await client.models()):  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.02)
+        async with Client(endpoint) as client:
+
+            async def ready() -> bool:
+                return any(each.ready for each in await client.models())
+
+            await until_told(ready, LONG_WAIT)
         return endpoint
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from tests.support.asking import Outcome, ask
 from tests.support.fleet import BLOCK, Fleet, running_fleet
 from tests.support.load import under_load
 from tests.support.steps import prompt
+from tests.support.waiting import until_told
 from twinpool import rpc
 from twinpool.config import RpcConfig
 from twinpool.store import Keys
@@ -41,22 +42,21 @@ async def until_health(fleet: Fleet, name: str, *, live: bool, ready: bool) -> N
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-        async with asyncio.timeout(WAIT_SECONDS):
-            while True:
-                if (await says("live"), await says("")) == (live, ready):
-                    return
-                await asyncio.sleep(0.02)
+        async def as_wanted() -> bool:
+            return (await says("live"), await says("")) == (live, ready)
+
+        await until_told(as_wanted, WAIT_SECONDS)
 
 
 async def until_state(fleet: Fleet, name: str, state: int) -> None:
     """Waits until the worker's record says so."""
     key = Keys("test").worker("default", name)
-    async with asyncio.timeout(WAIT_SECONDS):
-        while True:
-            item = await asyncio.to_thread(fleet.store.get, key)
-            if item is not None and WorkerRecord.FromString(item.value).state == state:
-                return
-            await asyncio.sleep(0.02)
+
+    async def as_wanted() -> bool:
+        item = await asyncio.to_thread(fleet.store.get, key)
+        return item is not None and WorkerRecord.FromString(item.value).state == state
+
+    await until_told(as_wanted, WAIT_SECONDS)
 
 
 @pytest.fixture(scope="module")

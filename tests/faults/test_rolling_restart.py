@@ -15,7 +15,7 @@ import pytest
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.load import under_load
 from tests.support.oracle import Oracle, oracle
-from tests.support.waiting import until
+from tests.support.waiting import until, until_told
 from twinpool.client import Client
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
 
@@ -73,12 +73,13 @@ class Site:
 
     async def sees(self, prefill: int, decode: int) -> None:
         """Waits until the router can use so many workers."""
-        async with self.client() as client, asyncio.timeout(120):
-            while True:
+        async with self.client() as client:
+
+            async def usable() -> bool:
                 models = await client.models()
-                if [(model.prefill_workers, model.decode_workers) for model in models] == [(prefill, decode)]:
-                    return
-                await asyncio.sleep(0.05)
+                return [(one.prefill_workers, one.decode_workers) for one in models] == [(prefill, decode)]
+
+            await until_told(usable, 120.0)
 
 
 @pytest.fixture(scope="module")

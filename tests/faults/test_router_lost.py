@@ -20,7 +20,7 @@ from tests.support.fleet import BLOCK, Fleet, running_fleet
 from tests.support.quiescence import inspect
 from tests.support.routers import Routers
 from tests.support.steps import prompt
-from tests.support.waiting import until
+from tests.support.waiting import until, until_told
 from twinpool.client import Completion, request
 from twinpool.cluster_client import ClusterClient
 from twinpool.config import RpcConfig
@@ -155,9 +155,8 @@ async def test_while_the_prompt_is_computed(routers: Routers) -> None:
     try:
         async with client_of(routers) as client:
             asking = asyncio.create_task(collect(client, greedy(ids, 20), note))
-            async with asyncio.timeout(60.0):
-                while not started or not await reserved():  # noqa: ASYNC110 - there is no event to wait for
-                    await asyncio.sleep(0.01)
+            await until(lambda: started)
+            await until_told(reserved)
             routers.kill(KILLED)
             assert tokens(started[0]) == 0
             prefill.send_signal(signal.SIGCONT)
@@ -340,9 +339,7 @@ async def test_what_nobody_asks_for_is_forgotten(routers: Routers) -> None:
             left = [await inspect(worker.endpoint) for worker in routers.fleet.live]
             return not any(counts.kept_answers for counts in left)
 
-        async with asyncio.timeout(120.0):
-            while not await forgotten():  # noqa: ASYNC110 - there is no event to wait for
-                await asyncio.sleep(0.1)
+        await until_told(forgotten, 120.0)
         lost = await Stream(other.Resume(pb.ResumeRequest(token=stream.token))).ended()
         assert lost.reason == "RESUME_LOST"
 

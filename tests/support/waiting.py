@@ -2,9 +2,10 @@
 """Waiting for what happens on the other side of a socket."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 POLL_SECONDS = 0.002
+ASK_SECONDS = 0.02
 GIVE_UP_SECONDS = 60.0
 """How long a test waits for what must happen: far beyond what a loaded machine needs, since only a failing test waits so
 long."""
@@ -15,3 +16,10 @@ async def until(condition: Callable[[], object], seconds: float = GIVE_UP_SECOND
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(POLL_SECONDS)
+
+
+async def until_told(ask: Callable[[], Awaitable[object]], seconds: float = GIVE_UP_SECONDS) -> None:
+    """As ``until``, of a condition that another process has to be asked for."""
+    async with asyncio.timeout(seconds):
+        while not await ask():  # noqa: ASYNC110 - it is another process's state
+            await asyncio.sleep(ASK_SECONDS)

@@ -76,13 +76,6 @@ class ValueScanner:
         return self._depth == 0
 
 
-def skip_whitespace(text: str, at: int) -> int:
-    """The position of the first character from ``at`` on that is not white space."""
-    while at < len(text) and text[at] in WHITESPACE:
-        at += 1
-    return at
-
-
 def held_back(text: str, markers: tuple[str, ...]) -> int:
     """How many characters at the end of ``text`` may be the beginning of one of ``markers``."""
     longest = min(len(text), max(map(len, markers), default=1) - 1)
