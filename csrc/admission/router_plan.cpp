@@ -96,8 +96,12 @@ bool RouterCore::try_place(double now, Pool& from, Request& request) {
   if (request.blocked_version != workers_.version() || now >= request.blocked_until) {
     decide(now, request, scratch_, false);
     if (scratch_.obstacle == placement::Obstacle::refused && !request.avoid.empty()) {
-      // Better the worker that failed it before than none at all.
-      request.avoid.clear();
+      // Better the worker that failed it before than none at all; but one that only has no room now is worth the wait:
+      // who fails at once always looks idle.
+      decide(now, request, scratch_, true);
+      if (scratch_.obstacle == placement::Obstacle::refused) {
+        request.avoid.clear();
+      }
       decide(now, request, scratch_, false);
     }
     request.decision = scratch_;
