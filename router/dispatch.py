@@ -7,6 +7,7 @@ the session then reconnects with jittered backoff until it is closed.
 """
 
 import asyncio
+import contextlib
 import enum
 import random
 from collections import deque
@@ -164,11 +165,16 @@ class WorkerSession:
         self._outbox_filled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._retry = asyncio.Event()
         self.up = False
 
     def start(self) -> None:
         """Begins to connect."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"session {self.key.name}")
+
+    def retry_now(self) -> None:
+        """Ends the wait for the next try to connect: the worker says that it can be reached."""
+        self._retry.set()
 
     async def close(self) -> None:
         """Ends the stream for good; legs that still run on it are lost."""
@@ -223,6 +229,7 @@ class WorkerSession:
         failures = 0
         while not self._closed:
             was_up = False
+            self._retry.clear()
             try:
                 # A channel a stream: it looks the name up anew, takes renewed certificates and has no back-off of its own.
                 async with self._connect(self.endpoint) as channel:
@@ -233,7 +240,9 @@ class WorkerSession:
             failures = 0 if was_up else failures + 1
             ceiling = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** min(failures, 10))
             log.debug("worker_session_ended", worker=str(self.key), cause=cause, failures=failures)
-            await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(random.uniform(ceiling / 2, ceiling)):
+                    await self._retry.wait()
 
     async def _stream_once(self, channel: grpc.aio.Channel) -> tuple[bool, str]:
         """One stream from Hello to its end. Returns whether the worker welcomed us, and why it ended."""

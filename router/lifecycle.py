@@ -88,10 +88,9 @@ class Attempt:
 
     def on_prefill_done(self, leg: Leg, message: worker.PrefillDone) -> None:
         """The first token of each choice is here; it goes to the client at once."""
-        if self.over or self.prefill_done is not None:
-            return
         request, prepared = self._request, self.prepared
-        if self._refuses(leg, "prefill", fault_in_prefill(message, prepared.prompt_tokens, prepared.n)):
+        fault = fault_in_prefill(message, prepared.prompt_tokens, prepared.n)
+        if self.over or self._refuses(leg, "prefill", fault) or self.prefill_done is not None:
             return
         self.prefill_done = message
         request.hop(PREFILL)

@@ -111,6 +111,9 @@ class Fleet:
         if known is None:
             known = self._workers[key] = _Worker(record, self._open_session(key, record.endpoint))
             log.info("worker_added", worker=str(key), role=_ROLES[record.role], endpoint=record.endpoint)
+        if record.state == control_pb2.WORKER_STATE_READY != known.record.state:
+            # It may have been out of reach until now.
+            known.session.retry_now()
         known.record, known.retired = record, False
         if not known.leaves:
             known.leaving_since = None

@@ -281,6 +281,7 @@ class AdmissionConfig:
     max_attempts: int
     max_resumes: int
     max_refusals: int
+    retry_backoff_seconds: float
     refusal_backoff_seconds: float
     max_tenant_requests: int
     tenant_tokens_per_second: float

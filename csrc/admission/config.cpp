@@ -35,6 +35,7 @@ constexpr std::array k_fields{
     Field{"max_attempts", &C::max_attempts, 1, 1000},
     Field{"max_resumes", &C::max_resumes, 0, 1000},
     Field{"max_refusals", &C::max_refusals, 0, k_many},
+    Field{"retry_backoff_seconds", &C::retry_backoff_seconds, 0, k_day},
     Field{"refusal_backoff_seconds", &C::refusal_backoff_seconds, 1e-3, k_day},
     Field{"max_tenant_requests", &C::max_tenant_requests, 0, k_many},
     Field{"tenant_tokens_per_second", &C::tenant_tokens_per_second, 0, k_many},

@@ -21,9 +21,10 @@ struct AdmissionConfig {
   std::int64_t max_bypass = 32;  // smaller requests that may go before one that does not fit yet
 
   // Attempts.
-  std::int64_t max_attempts = 3;          // placements that failed, the first one included
-  std::int64_t max_resumes = 0;           // times that an answer of which the client has tokens goes on elsewhere
-  std::int64_t max_refusals = 64;         // refusals by decode workers, which cost no attempt
+  std::int64_t max_attempts = 3;       // placements that failed, the first one included
+  std::int64_t max_resumes = 0;        // times that an answer of which the client has tokens goes on elsewhere
+  std::int64_t max_refusals = 64;      // refusals by decode workers, which cost no attempt
+  double retry_backoff_seconds = 0.1;  // until a worker that failed a request gets it again, where all others did too
   double refusal_backoff_seconds = 0.25;  // how long a refusing worker is not asked again if its report stays the same
 
   // What a tenant without own settings may do. 0: no limit.

@@ -36,9 +36,10 @@ struct Request {
   std::int64_t failures = 0;
   std::int64_t resumes = 0;  // failures after the client had tokens
   std::int64_t refusals = 0;
-  std::int64_t output_tokens = 0;  // of the attempt, over all choices
-  bool delivered = false;          // the client has tokens
-  std::vector<placement::WorkerRef> avoid;
+  std::int64_t output_tokens = 0;           // of the attempt, over all choices
+  bool delivered = false;                   // the client has tokens
+  std::vector<placement::WorkerRef> avoid;  // have failed it
+  double return_at = 0.0;                   // before which none of them gets it again
 
   double queued_at = 0.0;
   double queue_until = k_never;                // end of the longest wait

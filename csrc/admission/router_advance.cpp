@@ -157,14 +157,6 @@ bool RouterCore::on_tokens(double now, Request& request, std::string_view detail
   return applied;
 }
 
-bool RouterCore::attempts_left(const Request& request) const noexcept {
-  return request.delivered ? request.resumes < config_.max_resumes : request.failures + 1 < config_.max_attempts;
-}
-
-void RouterCore::count_failure(Request& request) noexcept {
-  ++(request.delivered ? request.resumes : request.failures);
-}
-
 bool RouterCore::on_worker_lost(double now, Request& request, std::string_view detail) {
   const Leg leg = parse_leg(WorkerLost::name, detail);
   WorkerLost event{};
@@ -175,7 +167,7 @@ bool RouterCore::on_worker_lost(double now, Request& request, std::string_view d
   if (!applied || std::holds_alternative<Decoding>(request.state)) {
     return applied;
   }
-  count_failure(request);
+  count_failure(now, request);
   request.avoid.push_back(leg == Leg::prefill ? pair.prefill : pair.decode);
   return true;
 }
@@ -196,9 +188,10 @@ bool RouterCore::on_attempt_failed(double now, Request& request, std::string_vie
     return false;
   }
   if (failure.counted) {
-    count_failure(request);
+    count_failure(now, request);
   } else {
     ++request.refusals;
+    request.return_at = now + config_.refusal_backoff_seconds;
   }
   if (leg != Leg::decode) {
     request.avoid.push_back(pair.prefill);

@@ -173,6 +173,7 @@ class RouterCore {
   void expire(double now, std::vector<Action>& actions);
   void place_pool(double now, Pool& pool, std::vector<Action>& actions);
   bool try_place(double now, Pool& pool, Request& request);
+  bool fits_another(double now, const Request& request);
   void place(double now, Pool& pool, Request& request, std::vector<Action>& actions);
   bool preempt_for(double now, Pool& pool, const Request& request, std::vector<Action>& actions);
   void end_action(const Request& request, std::vector<Action>& actions, double retry_after);
@@ -188,7 +189,7 @@ class RouterCore {
   bool on_requeue(double now, Request& request);
   [[nodiscard]] bool has_other_worker(placement::WorkerRef worker) const noexcept;
   [[nodiscard]] bool attempts_left(const Request& request) const noexcept;
-  static void count_failure(Request& request) noexcept;
+  void count_failure(double now, Request& request) const noexcept;
 
   /// The one place where states change: counts, timers and ends follow from it.
   template <typename Event>

@@ -68,6 +68,9 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
         missing = now + needed - request.deadline;
         return FairQueue::Verdict::stop;
       }
+      if (request.decision.obstacle == placement::Obstacle::refused && now < request.return_at) {
+        return FairQueue::Verdict::skip;  // by itself, not for lack of room: nobody takes its place
+      }
       passed.push_back(&request);
       // What was passed often enough holds the others back until it fits.
       return request.bypassed >= config_.max_bypass ? FairQueue::Verdict::stop : FairQueue::Verdict::skip;
@@ -95,13 +98,11 @@ void RouterCore::place_pool(double now, Pool& from, std::vector<Action>& actions
 bool RouterCore::try_place(double now, Pool& from, Request& request) {
   if (request.blocked_version != workers_.version() || now >= request.blocked_until) {
     decide(now, request, scratch_, false);
-    if (scratch_.obstacle == placement::Obstacle::refused && !request.avoid.empty()) {
-      // Better the worker that failed it before than none at all; but one that only has no room now is worth the wait:
-      // who fails at once always looks idle.
-      decide(now, request, scratch_, true);
-      if (scratch_.obstacle == placement::Obstacle::refused) {
-        request.avoid.clear();
-      }
+    const bool only_failed_ones =
+        !request.avoid.empty() && scratch_.obstacle == placement::Obstacle::refused && !fits_another(now, request);
+    if (only_failed_ones && now >= request.return_at) {
+      // Better the worker that failed it before than none at all.
+      request.avoid.clear();
       decide(now, request, scratch_, false);
     }
     request.decision = scratch_;
@@ -110,9 +111,20 @@ bool RouterCore::try_place(double now, Pool& from, Request& request) {
     }
     request.blocked_version = workers_.version();
     request.blocked_until = scratch_.retry_at > 0 ? scratch_.retry_at : k_never;
+    if (only_failed_ones && !request.avoid.empty()) {
+      request.blocked_until = std::min(request.blocked_until, request.return_at);
+    }
   }
   from.retry_at = std::min(from.retry_at, request.blocked_until);
   return false;
+}
+
+// Whether a worker that has not failed it would take it if it had nothing else to do: it is worth the wait, since who
+// fails at once always looks idle.
+bool RouterCore::fits_another(double now, const Request& request) {
+  placement::Decision decision;
+  decide(now, request, decision, true);
+  return decision.obstacle != placement::Obstacle::refused;
 }
 
 void RouterCore::decide(double now, const Request& request, placement::Decision& decision, bool any_load) {

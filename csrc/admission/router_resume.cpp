@@ -1,8 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Answers that go on elsewhere behind the tokens that their client has.
+// How often and when a request may be tried again, and answers that go on behind the tokens that their client has.
+#include <algorithm>
+#include <cmath>
+
 #include "admission/router_core.h"
 
 namespace twinpool::admission {
+
+bool RouterCore::attempts_left(const Request& request) const noexcept {
+  return request.delivered ? request.resumes < config_.max_resumes : request.failures + 1 < config_.max_attempts;
+}
+
+void RouterCore::count_failure(double now, Request& request) const noexcept {
+  ++(request.delivered ? request.resumes : request.failures);
+  const auto doublings = static_cast<int>(std::min<std::int64_t>(request.failures + request.resumes - 1, 6));
+  request.return_at = now + std::ldexp(config_.retry_backoff_seconds, doublings);
+}
 
 bool RouterCore::extend(std::uint64_t id, std::int64_t prompt_tokens, std::int64_t max_new_tokens,
                         std::span<const std::uint8_t> hashes) {

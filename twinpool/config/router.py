@@ -221,6 +221,13 @@ class RouterSection(Section):
         le=3600,
         description="How long it gets none before one request may prove it, in seconds; twice that each time it fails, at most 16 times.",
     )
+    retry_backoff_seconds: float = Field(
+        default=0.1,
+        ge=0,
+        le=3600,
+        description="How long a request waits before it goes back to a worker that failed it, where all others did too, in seconds; "
+        "doubled with each failure, at most 64 times as long. 0: not at all.",
+    )
     max_refusals: int = Field(
         default=64,
         ge=0,

@@ -256,3 +256,21 @@ async def test_a_worker_that_does_not_answer_hello_is_not_up(pair: tuple[FakeWor
     assert owner.ups == 0
     await session.close()
     await until(lambda: not pair[1].sessions)
+
+
+async def test_a_worker_that_can_be_reached_again_is_not_waited_for(
+    pair: tuple[FakeWorker, FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda _low, _high: 3600.0)
+    decoder = pair[1]
+    owner = Owner()
+    session = open_session(decoder, owner)
+    await until(lambda: session.up)
+    await decoder.kill()
+    await until(lambda: not session.up and owner.downs != [])
+    await decoder.start()
+    calls = decoder.calls
+    session.retry_now()
+    await until(lambda: session.up)
+    assert (decoder.calls, owner.ups) == (calls + 1, 2)
+    await session.close()

@@ -17,10 +17,10 @@ from twinpool.v1 import worker_pb2 as pb
 
 
 async def lies(model_path: Path, monkeypatch: pytest.MonkeyPatch, *lines: dict[str, object]) -> str:
-    """The error of a request whose decode worker says ``lines`` to its command."""
+    """The error of a request whose decode worker says ``lines`` to its command, and whose prefill worker says nothing."""
 
     def say(self: FakeWorker, session, command, run) -> None:  # type: ignore[no-untyped-def]
-        for line in lines:
+        for line in lines if self.role == pb.ROLE_DECODE else ():
             for message in line.values():
                 message.id.CopyFrom(command.id)  # type: ignore[attr-defined]
             session.send(**line)
@@ -46,6 +46,24 @@ async def test_decode_does_not_speak_for_prefill(model_path: Path, monkeypatch: 
     done = pb.PrefillDone(first_tokens=[pb.FirstToken()])
     said = await lies(model_path, monkeypatch, {"reserved": pb.Reserved()}, {"prefill_done": done})
     assert said == "prefill: the other worker of the attempt said so"
+
+
+async def test_decode_does_not_speak_for_prefill_after_it_either(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_cluster(model_path) as cluster:
+        say_handed_off = FakeWorker._received
+
+        async def received(self: FakeWorker, session, job, command, script):  # type: ignore[no-untyped-def]
+            await self.fabric.of(job.key)
+            session.send(prefill_done=pb.PrefillDone(id=command.id, first_tokens=[pb.FirstToken()]))
+            return await say_handed_off(self, session, job, command, script)
+
+        monkeypatch.setattr(FakeWorker, "_received", received)
+        answer = await cluster.ask(generate(prompt(40), max_tokens=50))
+        assert answer.error is not None
+        assert answer.error.message == "prefill: the other worker of the attempt said so"
+        await cluster.assert_quiescent()
 
 
 async def test_more_cached_tokens_than_the_prompt_has_are_refused(model_path: Path) -> None:
