@@ -307,10 +307,15 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         output.send(self._outbox)
         self._fail_unhealthy(failed)
 
+    def _let_go(self, attempt: DecodeAttempt, seq: int) -> None:
+        """Removes a sequence whose KV is that of the attempt's answer."""
+        self._pins.note(attempt.work.session, attempt.key, seq)
+        self._scheduler.remove(seq)
+
     def _finish(self, choice: Choice) -> None:
-        self._scheduler.remove(choice.seq)
-        del self._choices[choice.seq]
         attempt = choice.attempt
+        self._let_go(attempt, choice.seq)
+        del self._choices[choice.seq]
         kept.note_ended(attempt, choice.index, choice.draw.outputs)
         del attempt.choices[choice.index]
         if not attempt.choices:
@@ -351,12 +356,12 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._starting.pop(attempt, None)
         for choice in list(attempt.choices.values()):
             del self._choices[choice.seq]
-            self._scheduler.remove(choice.seq)
+            self._let_go(attempt, choice.seq)
         attempt.choices.clear()
         self._drop_forks(attempt)
         for own in (self._local.end(attempt), attempt.computed):
             if own is not None:
-                self._scheduler.remove(own)
+                self._let_go(attempt, own)
         attempt.computed = None
         if attempt.reserved is None:
             return
@@ -366,4 +371,6 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             self._pulls.abort(self._clock(), attempt.key)
             # The scheduler lets go of what no read can write to.
             self._quarantine.hold(pull)
-        self._scheduler.remove(seq)
+            self._scheduler.remove(seq)
+        else:
+            self._let_go(attempt, seq)

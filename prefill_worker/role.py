@@ -186,4 +186,5 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         if attempt.seq is not None:
             seq, attempt.seq = attempt.seq, None
             del self._computing[seq]
+            self._pins.note(attempt.work.session, attempt.key, seq)
             self._scheduler.remove(seq)

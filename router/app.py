@@ -29,6 +29,7 @@ from twinpool.router.prefix import PrefixSources
 from twinpool.router.resume_token import TokenSeal
 from twinpool.router.retry import Retries
 from twinpool.router.service import SERVICE, InferenceService, register
+from twinpool.router.sessions import Sessions
 from twinpool.router.streams import Streams
 from twinpool.router.takeover import TakeOver
 from twinpool.router.tenants import Tenants
@@ -58,7 +59,8 @@ class Router:
             self.core.record(config.router.record_bytes)
         self.background = Background()
         self.traces = TraceBook(self.core, config.router.trace_requests)
-        self.admission = Admission(self.core, self.traces)
+        sessions = Sessions(config.sessions)
+        self.admission = Admission(self.core, self.traces, sessions.prefer)
         self.tenants = Tenants(config.router.tenants_file)
         self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
         self.tokenize = TokenizeHop(config.router, self.tenants.salt)
@@ -76,7 +78,14 @@ class Router:
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
         retries = Retries(config.router, self.fleet.breakers)
         hops = Hops(
-            config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background, retries
+            config.router,
+            self.admission,
+            self.fleet,
+            self.locality,
+            self.prefixes,
+            self.background,
+            retries,
+            sessions,
         )
         self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
         answers = AnswerMaker(self.models, config.router)

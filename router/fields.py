@@ -109,6 +109,7 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _both("adapter", "prompt.root_hash", "part of the namespace of the block hashes"),
     _kept("resume_grace.seconds", "portable.grace.seconds", "how long the decode worker keeps the tokens"),
     _kept("resume_grace.nanos", "portable.grace.nanos", "how long the decode worker keeps the tokens"),
+    _both("session_id", "session", "each leg's worker notes what the session has left in its cache"),
     _router("repeated", "where else an answer with its key is looked for"),
     _kept("idempotency_key", "portable.key", "by its digest a router finds an answer whose router is lost"),
 )
@@ -162,6 +163,7 @@ def decode_command(
         prefix=prefix.message if prefix is not None and owner is None else None,
         traceparent=prepared.span.traceparent,
         portable=prepared.portable,
+        session=prepared.session,
     )
 
 
@@ -185,4 +187,5 @@ def prefill_command(
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None else None,
         traceparent=prepared.span.traceparent,
+        session=prepared.session,
     )

@@ -349,6 +349,7 @@ class Lifecycle:
         self.hop(DECODE)
         self._over = True
         attempt.finish()
+        self.hops.sessions.ended(self.arrived, attempt.prefill, attempt.decode)
         self._ready.append(finished_event(self.arrived, attempt, self.clock))
         self.wake()
 

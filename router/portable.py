@@ -60,6 +60,7 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         grammar=prepared.grammar,
         kept_tokens=prepared.kept_tokens,
         root_hash=prepared.root,
+        session_id=prepared.session_id,
     )
     return replace(prepared, portable=portable)
 
@@ -118,6 +119,7 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
         grammar=request.grammar,
         kept_tokens=tuple(request.kept_tokens),
         portable=moved,
+        session_id=request.session_id,
     )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request after validation: everything that the later hops need, with all defaults filled in."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,12 @@ def passed(deadline: Deadline) -> bool:
     """Whether a call that ended now has ended by its deadline."""
     left = deadline.remaining()
     return left is not None and left <= _CLOCK_SLACK_SECONDS
+
+
+def session_bytes(tenant: str, session_id: str) -> bytes:
+    """16 bytes for a session: other ones for the same id of another tenant."""
+    owner = tenant.encode()
+    return hashlib.sha256(len(owner).to_bytes(8, "little") + owner + session_id.encode()).digest()[:16]
 
 
 def group_label(pool: str, model: str, fingerprint: str) -> str:
@@ -74,6 +81,7 @@ class Params:
     preemptible: bool
     tenant: str
     adapter: str
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,12 @@ class Prepared:
     adapter: str = ""
     span: Span = OFF
     portable: PortableRequest | None = None
+    session_id: str = ""
+
+    @property
+    def session(self) -> bytes:
+        """What stands for its session on workers; b"" if it has none."""
+        return session_bytes(self.tenant, self.session_id) if self.session_id else b""
 
     @property
     def remaining_tokens(self) -> int:

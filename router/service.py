@@ -68,7 +68,7 @@ class InferenceService(SideCalls):
         tenants: Tenants,
         usage: UsageBook,
     ) -> None:
-        super().__init__(models, tokenize, tenants, usage, config.router.max_prompt_tokens)
+        super().__init__(config, hops, models, tokenize, tenants, usage)
         self._limits = config.router
         self._hops = hops
         self._answers = answers
@@ -247,6 +247,7 @@ class InferenceService(SideCalls):
             preemptible=params.preemptible,
             adapter=params.adapter,
             tenant=params.tenant,
+            session_id=params.session_id,
             size_bytes=tokens.nbytes + hashes.nbytes,
             arrival=call.arrival,
             tokenized=time.monotonic(),
@@ -271,6 +272,7 @@ _SIDE_CALLS: Final[tuple[tuple[str, Any, Any], ...]] = (
     ("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse),
     ("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse),
     ("Warm", pb.WarmRequest, pb.WarmResponse),
+    ("Release", pb.ReleaseRequest, pb.ReleaseResponse),
     ("GetUsage", pb.GetUsageRequest, pb.GetUsageResponse),
     ("ListModels", pb.ListModelsRequest, pb.ListModelsResponse),
 )

@@ -43,6 +43,8 @@ class Tenant(BaseModel):
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     burst_tokens: Annotated[float, Field(ge=0)] = 0.0
     max_priority: Annotated[int, Field(ge=-100, le=100)] = 100
+    max_pinned_tokens: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
+    """Most that it may have pinned on one worker; 0: nothing. Unset: ``sessions.max_pinned_tokens``."""
     models: tuple[str, ...] = ()
     """Served names of the models that it may use; none: all."""
     cache: str = ""
@@ -168,6 +170,11 @@ class Tenants:
         """What the block hashes of a tenant are salted with."""
         tenant = self._by_name.get(name)
         return tenant.salt if tenant is not None else name
+
+    def max_pinned_tokens(self, name: str, default: int) -> int:
+        """How many tokens a tenant may have pinned on one worker; ``default`` where the file says nothing."""
+        tenant = self._by_name.get(name)
+        return default if tenant is None or tenant.max_pinned_tokens is None else tenant.max_pinned_tokens
 
     def admit(self, caller: Caller, named: str = "") -> str:
         """The caller's tenant. ``named``: which one the request names. Raises UNAUTHENTICATED, or PERMISSION_DENIED for another

@@ -25,6 +25,8 @@ _MAX_BIAS: Final = 100.0
 _MAX_SHOWN_CHARS: Final = 48
 MAX_KEY_CHARS: Final = 128
 """Longest idempotency key."""
+MAX_SESSION_CHARS: Final = 128
+"""Longest session id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def check_params(
         _within("logprobs", "INVALID_LOGPROBS", request.logprobs, 0, limits.max_logprobs)
     _within("priority", "INVALID_PRIORITY", request.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
     _check_tenant(request.tenant, limits)
+    check_session(request.session_id)
     if request.adapter:
         raise TwinpoolError(
             "ADAPTER_NOT_FOUND",
@@ -100,6 +103,7 @@ def check_params(
         preemptible=request.preemptible if request.HasField("preemptible") else True,
         tenant=request.tenant,
         adapter=request.adapter,
+        session_id=request.session_id,
     )
 
 
@@ -296,6 +300,17 @@ def _check_tenant(tenant: str, limits: RouterSection) -> None:
             "INVALID_TENANT",
             f"tenant is {shown(tenant)}; the limit is {limits.max_tenant_chars} printable characters",
             field="tenant",
+        )
+
+
+def check_session(session_id: str) -> None:
+    """Raises INVALID_SESSION."""
+    if len(session_id) > MAX_SESSION_CHARS or not session_id.isprintable():
+        raise TwinpoolError(
+            "INVALID_SESSION",
+            f"session_id has {len(session_id)} characters; the limit is {MAX_SESSION_CHARS} printable ones",
+            field="session_id",
+            metadata={"limit": MAX_SESSION_CHARS},
         )
 
 

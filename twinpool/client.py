@@ -68,9 +68,10 @@ def request(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     request_id: str = "",
+    session_id: str = "",
 ) -> pb.GenerateRequest:
     """Builds a request from text, token ids or chat turns; unset values keep the server's defaults."""
-    message = pb.GenerateRequest(model=model, n=n, request_id=request_id)
+    message = pb.GenerateRequest(model=model, n=n, request_id=request_id, session_id=session_id)
     if chat is not None:
         message.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
     elif isinstance(prompt, str):
@@ -89,6 +90,30 @@ def request(
     message.stop.stop_token_ids.extend(stop_token_ids)
     message.stop.ignore_eos = ignore_eos
     return message
+
+
+def warm_request(message: pb.GenerateRequest, pin_seconds: float | None = None) -> pb.WarmRequest:
+    """Builds a request to compute a prompt ahead of its turn, and to keep it cached for ``pin_seconds`` if given."""
+    made = pb.WarmRequest(request=message)
+    if pin_seconds is not None:
+        made.pin.FromNanoseconds(int(pin_seconds * 1e9))
+    return made
+
+
+def release_request(
+    *, session_id: str = "", pin_id: str = "", prompt: pb.GenerateRequest | None = None, tenant: str = ""
+) -> pb.ReleaseRequest:
+    """Builds a request to end the pins of a session, of an id or of a request's prompt: one of the three."""
+    if (bool(session_id), bool(pin_id), prompt is not None).count(True) != 1:
+        raise ValueError("give one of session_id, pin_id and prompt")
+    made = pb.ReleaseRequest(tenant=tenant)
+    if session_id:
+        made.session_id = session_id
+    elif pin_id:
+        made.pin_id = pin_id
+    else:
+        made.request.CopyFrom(prompt or pb.GenerateRequest())
+    return made
 
 
 class Client:
@@ -173,6 +198,31 @@ class Client:
         """What a tenant has used of this router since it started; by default the caller's own."""
         try:
             return await self._stub.GetUsage(pb.GetUsageRequest(tenant=tenant))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def warm(
+        self, message: pb.GenerateRequest, *, pin_seconds: float | None = None, timeout: float | None = None
+    ) -> pb.WarmResponse:
+        """Computes a prompt ahead of its turn. ``pin_seconds``: how long it is kept whatever else comes; again makes it longer."""
+        try:
+            return await self._stub.Warm(warm_request(message, pin_seconds), timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def release(
+        self,
+        *,
+        session_id: str = "",
+        pin_id: str = "",
+        prompt: pb.GenerateRequest | None = None,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> pb.ReleaseResponse:
+        """Ends the pins of a session, of an id or of a prompt. Those that have ended, or never were, are no error."""
+        message = release_request(session_id=session_id, pin_id=pin_id, prompt=prompt, tenant=tenant)
+        try:
+            return await self._stub.Release(message, timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

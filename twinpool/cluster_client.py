@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from twinpool.client import Completion
+from twinpool.client import Completion, release_request, warm_request
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.retry import Breakers, RetryBudget, RetryPolicy, lost, may_pass
@@ -29,7 +29,11 @@ from twinpool.v1 import inference_pb2_grpc
 
 _CANCEL_SECONDS: Final = 2.0
 
+_PIN_LIMITS: Final = ("PIN_QUOTA", "PIN_CAPACITY")
+"""Refusals that may pass when another pin ends, which may take long."""
+
 Events = AsyncGenerator[pb.GenerateResponse, None]
+T = TypeVar("T")
 
 
 class PartedError(TwinpoolError):
@@ -180,6 +184,57 @@ class ClusterClient:
         finally:
             if answer.message.repeated and not answer.finished:
                 await self._cancel(endpoint, answer)
+
+    async def warm(
+        self, message: pb.GenerateRequest, *, pin_seconds: float | None = None, timeout: float | None = None
+    ) -> pb.WarmResponse:
+        """Computes a prompt ahead of its turn. ``pin_seconds``: how long it is kept whatever else comes; again makes it longer."""
+        asked = warm_request(message, pin_seconds)
+        return await self._anywhere(lambda stub, left: stub.Warm(asked, timeout=left), timeout)
+
+    async def release(
+        self,
+        *,
+        session_id: str = "",
+        pin_id: str = "",
+        prompt: pb.GenerateRequest | None = None,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> pb.ReleaseResponse:
+        """Ends the pins of a session, of an id or of a prompt. Those that have ended, or never were, are no error."""
+        asked = release_request(session_id=session_id, pin_id=pin_id, prompt=prompt, tenant=tenant)
+        return await self._anywhere(lambda stub, left: stub.Release(asked, timeout=left), timeout)
+
+    async def _anywhere(
+        self,
+        call: Callable[[inference_pb2_grpc.InferenceServiceAsyncStub, float | None], Awaitable[T]],
+        timeout: float | None,
+    ) -> T:
+        """A call that may be repeated, on whichever router answers it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._budget.request()
+        failures, endpoint = 0, ""
+        while True:
+            endpoint = self._breakers.pick(avoid=endpoint if failures else "")
+            try:
+                told = await call(
+                    self._stub(endpoint), None if deadline is None else deadline - time.monotonic()
+                )
+            except grpc.RpcError as caught:
+                error, failures = from_rpc_error(caught), failures + 1
+                if lost(error) or error.reason == "DRAINING":
+                    self._breakers.failed(endpoint)
+                hopeless = error.reason in _PIN_LIMITS or not may_pass(error) or failures > self.policy.tries
+                if hopeless or not self._budget.retry():
+                    raise error from caught
+                self.retries += 1
+                wait = self.policy.pause(failures, error.retry_after)
+                if deadline is not None and time.monotonic() + wait >= deadline:
+                    raise error from caught
+                await asyncio.sleep(wait)
+            else:
+                self._breakers.worked(endpoint)
+                return told
 
     # --- one call -------------------------------------------------------------------------
 

@@ -62,6 +62,27 @@ class SyncClusterClient:
         """Collects a whole answer."""
         return self._run(self._client.complete(message, timeout=timeout))
 
+    def warm(
+        self, message: pb.GenerateRequest, *, pin_seconds: float | None = None, timeout: float | None = None
+    ) -> pb.WarmResponse:
+        """See ``ClusterClient.warm``."""
+        return self._run(self._client.warm(message, pin_seconds=pin_seconds, timeout=timeout))
+
+    def release(
+        self,
+        *,
+        session_id: str = "",
+        pin_id: str = "",
+        prompt: pb.GenerateRequest | None = None,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> pb.ReleaseResponse:
+        """See ``ClusterClient.release``."""
+        asked = self._client.release(
+            session_id=session_id, pin_id=pin_id, prompt=prompt, tenant=tenant, timeout=timeout
+        )
+        return self._run(asked)
+
     def stream(
         self, message: pb.GenerateRequest, *, timeout: float | None = None
     ) -> Generator[pb.GenerateResponse, None, None]:

@@ -16,6 +16,7 @@ import numpy as np
 from tests.support.fake_cache import FakeCache
 from tests.support.fake_job import FIRST_TOKEN, AttemptKey, Job, Script, counting_token, fake_logprobs
 from tests.support.fake_kept import FakeKept
+from tests.support.fake_pins import PinningWorker
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.v1 import control_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
@@ -56,7 +57,7 @@ class _Session:
         self.outbox.put_nowait(pb.SessionResponse(**message))  # type: ignore[arg-type]
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+class FakeWorker(PinningWorker):
     """``await start()``, then give ``record()`` to a router.
 
     ``overlaps``: attempts that came while an older attempt of the same request was still held here. ``calls``: streams so far.

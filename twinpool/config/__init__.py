@@ -20,6 +20,7 @@ from twinpool.config.sections import (
     TransferConfig,
     WorkerSection,
 )
+from twinpool.config.sessions import SessionsSection
 from twinpool.errors import ConfigError
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RouterSection",
     "RpcConfig",
     "SchedulerSection",
+    "SessionsSection",
     "TlsConfig",
     "TracingConfig",
     "TransferConfig",

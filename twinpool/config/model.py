@@ -27,6 +27,7 @@ from twinpool.config.sections import (
     TransferConfig,
     WorkerSection,
 )
+from twinpool.config.sessions import SessionsSection
 
 # A prompt between router and worker: 4 bytes a token, and 16 for the hash of each block of 16 or more.
 _WIRE_BYTES_PER_TOKEN = 5
@@ -55,6 +56,7 @@ class TwinpoolConfig(BaseSettings):
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     router: RouterSection = Field(default_factory=RouterSection)
     worker: WorkerSection = Field(default_factory=WorkerSection)
+    sessions: SessionsSection = Field(default_factory=SessionsSection)
     pools: PoolsSection = Field(default_factory=PoolsSection)
     control: ControlSection = Field(default_factory=ControlSection)
     rpc: RpcConfig = Field(default_factory=RpcConfig)

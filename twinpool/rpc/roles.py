@@ -24,6 +24,8 @@ _CALLERS: Final[dict[str, frozenset[str]]] = {
     "WorkerService/Session": frozenset({"router"}),
     "WorkerService/TakeOver": frozenset({"router"}),
     "WorkerService/TakePrefixes": frozenset({"worker"}),
+    "WorkerService/PinPrefix": frozenset({"router"}),
+    "WorkerService/ReleasePrefix": frozenset({"router"}),
     "WorkerService": _OVERSEERS | {"router"},
     "HandoffService": frozenset({"worker"}),
     "RouterService/HandOver": frozenset({"router"}),

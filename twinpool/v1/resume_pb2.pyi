@@ -79,6 +79,7 @@ class PortableRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     ROOT_HASH_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream."""
     client_id: _builtins.str
@@ -109,6 +110,8 @@ class PortableRequest(_message.Message):
     """What the output must follow, as llguidance reads it; empty: anything."""
     root_hash: _builtins.bytes
     """Root of the prompt's block hashes: 16 bytes."""
+    session_id: _builtins.str
+    """The tenant's session; empty: none."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """How tokens are drawn, the seed included."""
@@ -147,10 +150,11 @@ class PortableRequest(_message.Message):
         grammar: _builtins.str = ...,
         kept_tokens: _abc.Iterable[_builtins.str] | None = ...,
         root_hash: _builtins.bytes = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "grace", b"grace", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "root_hash", b"root_hash", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "root_hash", b"root_hash", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

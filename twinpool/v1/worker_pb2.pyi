@@ -368,6 +368,7 @@ class PrefillCommand(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     reader_cached_blocks: _builtins.int
     """Leading blocks that the reader already holds and will not read."""
     priority: _builtins.int
@@ -376,6 +377,8 @@ class PrefillCommand(_message.Message):
     """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
     traceparent: _builtins.str
     """W3C trace context of the request's span; empty if it is not traced."""
+    session: _builtins.bytes
+    """16 bytes that stand for the tenant's session; empty: none."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -413,10 +416,11 @@ class PrefillCommand(_message.Message):
         prefix: Global___PrefixSource | None = ...,
         preemptible: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -441,6 +445,7 @@ class DecodeCommand(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PORTABLE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
@@ -449,6 +454,8 @@ class DecodeCommand(_message.Message):
     """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
     traceparent: _builtins.str
     """W3C trace context of the request's span; empty if it is not traced."""
+    session: _builtins.bytes
+    """16 bytes that stand for the tenant's session; empty: none."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -495,10 +502,11 @@ class DecodeCommand(_message.Message):
         preemptible: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
         portable: _resume_pb2.PortableRequest | None = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -959,6 +967,7 @@ class LoadReport(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     STEP_TIME_FIELD_NUMBER: _builtins.int
+    PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests in running state."""
     waiting_requests: _builtins.int
@@ -966,11 +975,13 @@ class LoadReport(_message.Message):
     waiting_prefill_tokens: _builtins.int
     """Prompt tokens not computed yet."""
     available_blocks: _builtins.int
-    """Blocks free or evictable."""
+    """Blocks free or evictable; those that prefix pins keep are neither."""
     total_blocks: _builtins.int
     """Blocks in the pool."""
     cached_blocks: _builtins.int
     """Blocks that hold a cached prefix and no reference."""
+    prefix_pinned_blocks: _builtins.int
+    """Blocks that prefix pins keep in the cache, whether anybody needs them now or not."""
     @_builtins.property
     def step_time(self) -> _duration_pb2.Duration:
         """Median of the last steps' durations."""
@@ -985,10 +996,11 @@ class LoadReport(_message.Message):
         total_blocks: _builtins.int = ...,
         cached_blocks: _builtins.int = ...,
         step_time: _duration_pb2.Duration | None = ...,
+        prefix_pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "cached_blocks", b"cached_blocks", "running_requests", b"running_requests", "step_time", b"step_time", "total_blocks", b"total_blocks", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "cached_blocks", b"cached_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "running_requests", b"running_requests", "step_time", b"step_time", "total_blocks", b"total_blocks", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1032,6 +1044,8 @@ class InspectResponse(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     FENCE_FAILURES_FIELD_NUMBER: _builtins.int
     KEPT_ANSWERS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Its role now."""
     total_blocks: _builtins.int
@@ -1060,6 +1074,10 @@ class InspectResponse(_message.Message):
     """Fence failures since the start."""
     kept_answers: _builtins.int
     """Answers whose tokens are kept for another router. They hold no blocks."""
+    prefix_pinned_blocks: _builtins.int
+    """Blocks that prefix pins keep in the cache. They count as cached, or as held while somebody needs them."""
+    prefix_pins: _builtins.int
+    """Prefix pins."""
     @_builtins.property
     def worker(self) -> Global___WorkerId:
         """Who answers."""
@@ -1082,10 +1100,12 @@ class InspectResponse(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         fence_failures: _builtins.int = ...,
         kept_answers: _builtins.int = ...,
+        prefix_pinned_blocks: _builtins.int = ...,
+        prefix_pins: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1291,3 +1311,149 @@ class TakePrefixesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakePrefixesResponse: _TypeAlias = TakePrefixesResponse  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    """Asks a worker to keep a prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_TOKENS_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose pin it is."""
+    session: _builtins.bytes
+    """16 bytes that stand for the tenant's session; empty: none."""
+    max_tenant_tokens: _builtins.int
+    """Most tokens that the tenant may have pinned on this worker, each counted once."""
+    renew: _builtins.bool
+    """Only make a pin longer that is there."""
+    @_builtins.property
+    def chain(self) -> Global___PrefixChain:
+        """The prefix: full blocks, from the first one on."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long, from now. A pin that is there already never gets shorter."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session: _builtins.bytes = ...,
+        chain: Global___PrefixChain | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        max_tenant_tokens: _builtins.int = ...,
+        renew: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "lease", b"lease", "max_tenant_tokens", b"max_tenant_tokens", "renew", b"renew", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    """What is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Empty: nothing is pinned, since not all of the prefix is cached, or no pin is there to make longer."""
+    tokens: _builtins.int
+    """Tokens that the pin keeps."""
+    @_builtins.property
+    def expires_in(self) -> _duration_pb2.Duration:
+        """How long, from now."""
+
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        expires_in: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "pin_id", b"pin_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class ReleasePrefixRequest(_message.Message):
+    """Asks a worker to end pins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose pins they are."""
+    session: _builtins.bytes
+    """All of a session. The blocks of its last turn are evicted first, too."""
+    pin_id: _builtins.str
+    """The one with this id."""
+    @_builtins.property
+    def chain(self) -> Global___PrefixChain:
+        """Those of this prefix."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session: _builtins.bytes = ...,
+        pin_id: _builtins.str = ...,
+        chain: Global___PrefixChain | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "pin_id", b"pin_id", "session", b"session", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "pin_id", b"pin_id", "session", b"session", "target", b"target", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["session", "pin_id", "chain"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___ReleasePrefixRequest: _TypeAlias = ReleasePrefixRequest  # noqa: Y015
+
+@_typing.final
+class ReleasePrefixResponse(_message.Message):
+    """The pins have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DEMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    pins: _builtins.int
+    """Pins that there were."""
+    tokens: _builtins.int
+    """Tokens that they kept, pin by pin."""
+    demoted_tokens: _builtins.int
+    """Cached tokens that are evicted first now."""
+    def __init__(
+        self,
+        *,
+        pins: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        demoted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demoted_tokens", b"demoted_tokens", "pins", b"pins", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePrefixResponse: _TypeAlias = ReleasePrefixResponse  # noqa: Y015

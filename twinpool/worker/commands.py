@@ -31,6 +31,9 @@ MAX_STOP_IDS = 1024
 MAX_BIASES = 4096
 """Most tokens of one request whose logits are changed."""
 
+SESSION_BYTES = 16
+"""Bytes that stand for a session."""
+
 _SamplingField: TypeAlias = Literal[
     "temperature",
     "top_k",
@@ -144,6 +147,7 @@ class PrefillWork:
     prefix: PrefixSource | None = None
     preemptible: bool = True
     traceparent: str = ""
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class DecodeWork:
     preemptible: bool = True
     traceparent: str = ""
     portable: PortableRequest | None = None
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +245,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits, grammars: Grammars | No
         prefix=_prefix(command, prompt),
         preemptible=command.preemptible if command.HasField("preemptible") else True,
         traceparent=command.traceparent,
+        session=_session(command),
     )
 
 
@@ -262,7 +268,14 @@ def _decode(command: pb.DecodeCommand, limits: Limits, grammars: Grammars | None
         preemptible=command.preemptible if command.HasField("preemptible") else True,
         traceparent=command.traceparent,
         portable=_portable(command),
+        session=_session(command),
     )
+
+
+def _session(command: pb.PrefillCommand | pb.DecodeCommand) -> bytes:
+    if len(command.session) not in (0, SESSION_BYTES):
+        raise _invalid(f"session has {len(command.session)} bytes, not {SESSION_BYTES} or none")
+    return command.session
 
 
 def _portable(command: pb.DecodeCommand) -> PortableRequest | None:

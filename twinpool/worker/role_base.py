@@ -54,6 +54,7 @@ class RoleBase(ABC, Generic[A, W]):
         self._offers = parts.offers
         self._pulls = parts.pulls
         self._fetcher = parts.fetcher
+        self._pins = parts.pins
         self._endpoints = parts.endpoints
         self._outbox = parts.outbox
         self._clock = parts.clock
