@@ -35,7 +35,6 @@ ROUNDS_MAX: Final = 3
 """How often a prompt is computed that is evicted again before it could be pinned."""
 
 T = TypeVar("T")
-_Stub = worker_pb2_grpc.WorkerServiceAsyncStub
 
 
 class Pins:
@@ -145,7 +144,11 @@ class Pins:
         self._note(_name(request), name)
         return pb.PrefixPin(id=said.pin_id, worker=name, tokens=said.tokens, expires_in=said.expires_in)
 
-    async def _ask(self, record: WorkerRecord, call: Callable[[_Stub, float], Awaitable[T]]) -> T:
+    async def _ask(
+        self,
+        record: WorkerRecord,
+        call: Callable[["worker_pb2_grpc.WorkerServiceAsyncStub", float], Awaitable[T]],
+    ) -> T:
         async with self._fleet.connect(record.endpoint) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             return await call(stub, self._config.call_timeout_seconds)

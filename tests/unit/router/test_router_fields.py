@@ -98,6 +98,7 @@ def requests(draw: st.DrawFn) -> Prepared:
         tokenized=0.0,
         deadline=Deadline.after(draw(st.none() | st.floats(1, 100))),
         grammar=draw(st.sampled_from(["", "start: /a/"])),
+        session_id=draw(st.sampled_from(["", "s"])),
     )
 
 
@@ -118,6 +119,7 @@ EXPECTED: dict[str, Any] = (
         "resume_grace.seconds": lambda p: 0,
         "resume_grace.nanos": lambda p: 0,
         "idempotency_key": lambda p: b"",
+        "session_id": lambda p: p.session,
     }
     | {
         f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))

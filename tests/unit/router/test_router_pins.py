@@ -173,10 +173,6 @@ async def test_a_tenant_has_its_quota_and_only_its_own_pins(model_path: Path, tm
         client(cluster, "none") as none,
         client(cluster, "blue") as blue,
     ):
-        client(cluster, "red") as red,
-        client(cluster, "none") as none,
-        client(cluster, "blue") as blue,
-    ):
         message = generate(prompt(TOKENS), session_id="s")
         first = await red.warm(message, pin_seconds=60)
         error = await refused(lambda: red.warm(generate(prompt(2 * BLOCK, 1)), pin_seconds=60))
