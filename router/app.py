@@ -76,17 +76,7 @@ class Router:
             pb.Hello(router=name, incarnation=self.incarnation),
         )
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
-        retries = Retries(config.router, self.fleet.breakers)
-        hops = Hops(
-            config.router,
-            self.admission,
-            self.fleet,
-            self.locality,
-            self.prefixes,
-            self.background,
-            retries,
-            sessions,
-        )
+        hops = self._hops(sessions)
         self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
         answers = AnswerMaker(self.models, config.router)
         self.seal = TokenSeal()
@@ -115,6 +105,19 @@ class Router:
             reuse_port=config.router.reuse_port,
         )
         self._housekeeper: asyncio.Task[None] | None = None
+
+    def _hops(self, sessions: Sessions) -> Hops:
+        limits = self.config.router
+        return Hops(
+            limits,
+            self.admission,
+            self.fleet,
+            self.locality,
+            self.prefixes,
+            self.background,
+            Retries(limits, self.fleet.breakers),
+            sessions,
+        )
 
     def _peer(self, takeover: TakeOver) -> RouterPeer:
         return RouterPeer(

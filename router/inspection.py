@@ -163,6 +163,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
             message.reported.waiting = report.waiting_requests
             message.reported.queued_prefill_tokens = report.waiting_prefill_tokens
             message.reported.available_blocks = report.available_blocks
+            message.reported.prefix_pinned_blocks = report.prefix_pinned_blocks
         status = known.get(key)
         if status is not None:
             _tell_locality(message.locality, status)

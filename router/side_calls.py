@@ -160,6 +160,7 @@ class SideCalls(ABC):
         elif kind == "pin_id" and wanted.pin_id:
             asked.pin_id = wanted.pin_id
         elif kind == "request":
+            refuse_unknown_fields(wanted.request, "request")
             if wanted.request.tenant not in ("", tenant):
                 raise TwinpoolError("INVALID_TENANT", "tenant differs from request.tenant", field="tenant")
             wanted.request.tenant = tenant

@@ -23,15 +23,18 @@ from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.chains import parse_chains
 from twinpool.worker.commands import SESSION_BYTES, Limits
 from twinpool.worker.load import duration
-from twinpool.worker.prefix_take import parse_chains
 
 TENANT_CHARS_MAX: Final = 256
 """Longest name of a tenant."""
 
 RETRY_SECONDS_MAX: Final = 60.0
 """Longest delay that a refusal names: a pin may also be released before its time."""
+
+LINGER_SECONDS: Final = 1.0
+"""So long after a session's release what was still held then is looked at once more: its last turn may be about to end."""
 
 log = get_logger(__name__)
 
@@ -59,6 +62,8 @@ class PrefixPins:
         self._clock = clock
         self._max_blocks = int(config.max_pinned_ratio * limits.num_blocks)
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()
+        # Of sessions that were released a moment ago: until when, and what was noted of them.
+        self._released: OrderedDict[bytes, tuple[float, Turn | None]] = OrderedDict()
 
     # --- pins
 
@@ -111,8 +116,8 @@ class PrefixPins:
 
     def release(self, request: pb.ReleasePrefixRequest) -> pb.ReleasePrefixResponse:
         """Ends the pins of a checked request, and puts what they and the session kept at the front of the order of eviction."""
-        self.tick(self._clock())
-        tenant, session = request.tenant, request.session
+        now, tenant, session = self._clock(), request.tenant, request.session
+        self.tick(now)
         if request.WhichOneof("target") == "chain":
             (chain,) = parse_chains([request.chain], self._limits)
             count, blocks = self._blocks.unpin_prefixes(tenant, last=chain.hashes[-1].tobytes())
@@ -120,11 +125,14 @@ class PrefixPins:
             count, blocks = self._blocks.unpin_prefixes(tenant, session=session.hex())
         else:
             count, blocks = self._blocks.unpin_prefixes(tenant, pin=request.pin_id)
-        parts, generations = [blocks], [self._generations[blocks]]
-        if session and (turn := self._turns.pop(session, None)):
-            parts += turn[1]
-            generations += turn[2]
-        demoted = self._blocks.demote(np.concatenate(parts), np.concatenate(generations))
+        demoted = self._blocks.demote(blocks, self._generations[blocks])
+        if session:
+            turn = self._turns.pop(session, None)
+            demoted += self._demote(turn)
+            self._released.pop(session, None)
+            self._released[session] = (now + LINGER_SECONDS, turn)
+            if len(self._released) > self._config.max_noted_sessions:
+                self._released.popitem(last=False)
         metrics.WORKER_PIN_EVENTS.labels("released").inc(count)
         size = self._limits.block_tokens
         return pb.ReleasePrefixResponse(pins=count, tokens=len(blocks) * size, demoted_tokens=demoted * size)
@@ -161,12 +169,24 @@ class PrefixPins:
 
     def tick(self, now: float) -> None:
         """Ends what has expired."""
+        while self._released and next(iter(self._released.values()))[0] <= now:
+            session, (_, turn) = self._released.popitem(last=False)
+            for each in (turn, self._turns.get(session)):
+                self._demote(each)
         if ended := self._blocks.expire_prefix_pins(now):
             metrics.WORKER_PIN_EVENTS.labels("expired").inc(ended)
 
     def next_wake(self) -> float | None:
-        """When the next pin ends."""
-        return self._blocks.next_prefix_expiry()
+        """When ``tick`` has something to do; None: never."""
+        times = [next(iter(self._released.values()))[0]] if self._released else []
+        if (expiry := self._blocks.next_prefix_expiry()) is not None:
+            times.append(expiry)
+        return min(times, default=None)
+
+    def _demote(self, turn: Turn | None) -> int:
+        if turn is None:
+            return 0
+        return self._blocks.demote(np.concatenate(turn[1]), np.concatenate(turn[2]))
 
     def _refusal(self, refusal: str, request: pb.PinPrefixRequest, now: float) -> TwinpoolError:
         first = self._blocks.next_prefix_expiry()

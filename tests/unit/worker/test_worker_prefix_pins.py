@@ -60,6 +60,7 @@ def test_a_pinned_prefix_outlives_what_evicts_all_else() -> None:
     kept, lost = random_prompt(4 * BLOCK + 3, 1), random_prompt(4 * BLOCK, 2)
     for name, prompt in (("kept", kept), ("lost", lost)):
         pair.generate(prompt, name, max_tokens=2)
+    pair.settle()
     before = events("pinned")
     pinned = pin(pair.prefill, wanted(kept))
     assert (pinned.tokens, events("pinned") - before) == (4 * BLOCK, 1)
@@ -186,10 +187,32 @@ def test_a_turn_replaces_the_one_before_and_sessions_are_bounded() -> None:
     first, second = random_prompt(3 * BLOCK, 1), random_prompt(2 * BLOCK, 2)
     pair.generate(first, "r1", max_tokens=2, session=SESSION)
     pair.generate(second, "r2", max_tokens=2, session=SESSION)
+    pair.settle()
     assert release(pair.prefill, session=SESSION).demoted_tokens == 2 * BLOCK
     pair.generate(first, "r3", max_tokens=2, session=SESSION)
     pair.generate(second, "r4", max_tokens=2, session=OTHER)
+    pair.settle()
     assert release(pair.prefill, session=SESSION).demoted_tokens == 0, "another one took its place"
+    pair.assert_quiet()
+
+
+def test_what_is_still_held_at_the_release_goes_first_a_moment_later() -> None:
+    pair = Pair(prefill_blocks=16)
+    ended, other = random_prompt(3 * BLOCK, 1), random_prompt(3 * BLOCK, 2)
+    pair.generate(other, "other", max_tokens=2, session=OTHER)
+    pair.settle()
+    pair.generate(ended, "ended", max_tokens=2, session=SESSION)
+    assert pair.prefill.stack.blocks.pinned_blocks, "the reader has not said that it is done"
+    assert release(pair.prefill, session=SESSION).demoted_tokens == 0
+    pair.settle()
+    assert pair.prefill.assembly.parts.pins.next_wake() is not None
+    pair.turn(1.0)
+    assert pair.prefill.assembly.parts.pins.next_wake() is None
+    blocks = pair.prefill.stack.blocks
+    taken = blocks.allocate(blocks.free_blocks + 3)
+    assert taken is not None
+    assert (cached(pair.prefill, ended), cached(pair.prefill, other)) == (0, 3)
+    blocks.release(taken)
     pair.assert_quiet()
 
 
