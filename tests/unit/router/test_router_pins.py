@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import yaml
 
@@ -92,10 +93,14 @@ async def test_another_router_finds_the_pin_by_the_index(model_path: Path) -> No
     async with pinning(model_path, prefill=3) as cluster, client(cluster) as one:
         message = generate(prompt(TOKENS), tenant="t")
         first = await one.warm(message, pin_seconds=60)
-        core = cluster.router.core
+        computed = cluster.workers[first.pin.worker].prefills[-1].prompt
+        hashes = np.frombuffer(computed.block_hashes, np.uint8).reshape(-1, 16)
+        for name, made in cluster.workers.items():
+            if made.cache is not None and name != first.pin.worker:
+                made.cache.use_prompt(computed)
         # What a router that has just started does not have.
         cluster.router.service._pins._where.clear()
-        await until(lambda: core.stats()["index_blocks"] >= 5)
+        await until(lambda: [n for _, n in cluster.router.core.longest_prefix(hashes)] == [5, 5, 5])
         before = prefills(cluster)
         again = await one.warm(message, pin_seconds=60)
         assert (again.pin.id, again.pin.worker) == (first.pin.id, first.pin.worker)
