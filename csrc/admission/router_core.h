@@ -52,7 +52,7 @@ struct SubmitArguments {
   std::span<const std::uint8_t> hashes;
   bool preemptible = true;
   std::string adapter;  // empty: the base model
-  std::vector<SessionWorker> prefer{};
+  std::vector<SessionWorker> prefer;
 };
 
 struct Submission {

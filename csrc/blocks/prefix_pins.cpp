@@ -63,7 +63,7 @@ double PrefixPins::prolong(const std::string& pin, double expires_at) {
 std::vector<PrefixPins::Pin> PrefixPins::expire(double now) {
   std::vector<Pin> ended;
   while (!by_expiry_.empty() && by_expiry_.begin()->first <= now) {
-    ended.push_back(*take_next());
+    ended.push_back(remove(pins_.find(by_expiry_.begin()->second)));
   }
   return ended;
 }
