@@ -70,6 +70,7 @@ class Params:
     include_stop: bool
     n: int
     logprobs: int | None
+    prompt_logprobs: int | None
     priority: int
     preemptible: bool
     tenant: str
@@ -87,6 +88,7 @@ class Prepared:
     string is part of the text. ``grammar``: what the output must follow.
     ``kept_tokens``: special tokens that are part of the text. ``portable``: what another router needs of it, if it can
     be resumed; the decode worker keeps it.
+    ``prompt_logprobs``: alternatives to report a position of the prompt, by whoever computes it.
     """
 
     request_id: str
@@ -117,6 +119,7 @@ class Prepared:
     adapter: str = ""
     span: Span = OFF
     portable: PortableRequest | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def remaining_tokens(self) -> int:
@@ -127,3 +130,8 @@ class Prepared:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.tokens)
+
+    @property
+    def cacheable_hashes(self) -> NDArray[np.uint8]:
+        """Hashes of what a cache may give the prompt: a cache holds no logits, so none where they are wanted."""
+        return self.hashes if self.prompt_logprobs is None else self.hashes[:0]

@@ -243,6 +243,7 @@ class InferenceService(SideCalls):
             include_stop=params.include_stop,
             n=params.n,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             priority=params.priority,
             preemptible=params.preemptible,
             adapter=params.adapter,

@@ -3,7 +3,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
@@ -18,6 +18,18 @@ from twinpool.text import UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_NOT_WARMED: Final = (
+    "sampling",
+    "stop",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "resume_grace",
+    "idempotency_key",
+    "structured",
+)
+"""What of a request says nothing of how its prompt is computed and cached."""
 
 
 class SideCalls(ABC):
@@ -84,7 +96,7 @@ class SideCalls(ABC):
         refuse_unknown_fields(wanted)
         asked = pb.GenerateRequest()
         asked.CopyFrom(wanted.request)
-        for name in ("sampling", "stop", "n", "logprobs", "resume_grace", "idempotency_key", "structured"):
+        for name in _NOT_WARMED:
             asked.ClearField(name)
         asked.stop.max_tokens = 1
         finished = pb.GenerateFinished()

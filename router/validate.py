@@ -77,6 +77,8 @@ def check_params(
     check_choices(request.n, limits)
     if request.HasField("logprobs"):
         _within("logprobs", "INVALID_LOGPROBS", request.logprobs, 0, limits.max_logprobs)
+    if request.HasField("prompt_logprobs"):
+        _within("prompt_logprobs", "INVALID_LOGPROBS", request.prompt_logprobs, 0, limits.max_logprobs)
     _within("priority", "INVALID_PRIORITY", request.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
     _check_tenant(request.tenant, limits)
     if request.adapter:
@@ -96,6 +98,7 @@ def check_params(
         include_stop=stop.include_stop,
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         priority=request.priority,
         preemptible=request.preemptible if request.HasField("preemptible") else True,
         tenant=request.tenant,
@@ -203,6 +206,13 @@ def check_length(tokens: int, params: Params, field: str, limits: RouterSection,
             f"{tokens + params.max_tokens}; the limit is {group.max_context_tokens}",
             field="stop.max_tokens",
             metadata={"limit": group.max_context_tokens},
+        )
+    if params.prompt_logprobs is not None and tokens > limits.max_scored_prompt_tokens:
+        raise TwinpoolError(
+            "PROMPT_TOO_LONG",
+            f"prompt_logprobs is set for a prompt of {tokens} tokens; the limit is {limits.max_scored_prompt_tokens}",
+            field="prompt_logprobs",
+            metadata={"limit": limits.max_scored_prompt_tokens},
         )
     _check_capacity(tokens, params, group)
     allowed = params.max_tokens or min(left, limits.max_output_tokens)

@@ -46,6 +46,8 @@ class _Answer:
         self._chars = [0] * len(self.ids)
         # Of a stream that begins anew: what of it has come, choice by choice.
         self._seen: list[tuple[int, int]] = []
+        # The position of the prompt behind those that the caller has heard of.
+        self._scored = 0
         self.started = False
         self.finished = False
 
@@ -76,7 +78,22 @@ class _Answer:
         if kind == "finished":
             self.finished = True
             return event
+        if kind == "prompt_logprobs":
+            return self._take_scores(event)
         return self._take_tokens(event)
+
+    def _take_scores(self, event: pb.GenerateResponse) -> pb.GenerateResponse | None:
+        """Until the first token each stream begins with the prompt; what the caller has of it is left out."""
+        part = event.prompt_logprobs
+        end, known = part.offset + len(part.positions), max(0, self._scored - part.offset)
+        if end <= self._scored:
+            return None
+        if known:
+            del part.positions[:known]
+            part.offset += known
+            part.ClearField("first_token_id")
+        self._scored = end
+        return event
 
     def _take_tokens(self, event: pb.GenerateResponse) -> pb.GenerateResponse | None:
         tokens = event.tokens

@@ -81,6 +81,12 @@ class ChatService:
             raise TwinpoolError(
                 "EMPTY_PROMPT", "request.chat is not set; the limit is a conversation", field="request.chat"
             )
+        if asked.HasField("prompt_logprobs"):
+            raise TwinpoolError(
+                "UNSUPPORTED_FIELD",
+                "request.prompt_logprobs is not supported in a chat: Generate takes a chat as its prompt",
+                field="request.prompt_logprobs",
+            )
         self._inference.check_choices(asked.n)
         # Before anything is told of the models, or rendered.
         asked.tenant = self._tenants.admit(call.caller, asked.tenant)

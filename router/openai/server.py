@@ -7,7 +7,7 @@ event is there, so that what is refused before is refused with the status of its
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
@@ -24,11 +24,12 @@ from twinpool.router.openai.errors import body_of, headers_of, parse_object, ref
 from twinpool.router.openai.fields import Body
 from twinpool.router.openai.response_request import ResponseRequest
 from twinpool.router.openai.response_shape import ResponseShape
-from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
+from twinpool.router.openai.shapes import ChatShape, Json
 from twinpool.router.openai.texts import TextShape
 from twinpool.router.tenants import Caller, key_of
 from twinpool.router.validate import check_choices
 from twinpool.rpc import HttpsContext
+from twinpool.text import Tokenizer
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -55,8 +56,8 @@ class Backend(Protocol):
         """The models that a caller may use."""
         ...
 
-    def token_bytes(self, model: str) -> TokenBytes:
-        """What tokens of a model add to the text. Raises MODEL_NOT_FOUND."""
+    def tokenizer(self, model: str) -> Tokenizer:
+        """The tokenizer of a model. Raises MODEL_NOT_FOUND."""
         ...
 
     def live(self) -> bool:
@@ -128,7 +129,7 @@ class HttpServer:
         asked = body.request()
         n = asked.request.n
         logprobs = asked.request.HasField("logprobs")
-        shape = ChatShape(self._backend.token_bytes(body.model), logprobs=logprobs)
+        shape = ChatShape(self._backend.tokenizer(body.model).token_bytes, logprobs=logprobs)
         if not body.stream:
 
             async def gather(event: chat.ChatResponse) -> None:
@@ -148,10 +149,15 @@ class HttpServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, Completion)
         asked = body.requests()
-        prompts = [one.text if body.echo else "" for one in asked]
-        token_bytes = self._backend.token_bytes(body.model)
         check_choices(asked[0].n, self._config)
-        shape = TextShape(prompts, asked[0].n, token_bytes, logprobs=body.logprobs is not None)
+        shape = TextShape(
+            [_echoed(one) if body.echo else "" for one in asked],
+            asked[0].n,
+            self._backend.tokenizer(body.model),
+            logprobs=body.logprobs is not None,
+            echo_only=body.echo_only,
+            max_scored_tokens=self._config.max_scored_prompt_tokens,
+        )
         out = EventStream(request) if body.stream else None
 
         async def one(number: int) -> None:
@@ -207,6 +213,10 @@ class HttpServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _echoed(request: pb.GenerateRequest) -> str | Sequence[int]:
+    return request.text if request.HasField("text") else request.token_ids.ids
 
 
 def _call(request: web.Request, write: Callable[[E], Awaitable[None]]) -> Call[E]:

@@ -79,6 +79,7 @@ class PortableRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     ROOT_HASH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream."""
     client_id: _builtins.str
@@ -109,6 +110,10 @@ class PortableRequest(_message.Message):
     """What the output must follow, as llguidance reads it; empty: anything."""
     root_hash: _builtins.bytes
     """Root of the prompt's block hashes: 16 bytes."""
+    prompt_logprobs: _builtins.int
+    """Alternatives to report a position of the prompt; unset: no log-probabilities of it. They are kept by nobody but the router
+    that they came to: where it is lost before its client has a token, the prompt is computed again.
+    """
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """How tokens are drawn, the seed included."""
@@ -147,14 +152,20 @@ class PortableRequest(_message.Message):
         grammar: _builtins.str = ...,
         kept_tokens: _abc.Iterable[_builtins.str] | None = ...,
         root_hash: _builtins.bytes = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "grace", b"grace", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grace", b"grace", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "root_hash", b"root_hash", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "root_hash", b"root_hash", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___PortableRequest: _TypeAlias = PortableRequest  # noqa: Y015
 
