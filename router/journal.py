@@ -24,8 +24,8 @@ _MARK_BYTES: Final = 16
 @dataclass(frozen=True, slots=True)
 class JournalSpec:
     """``text`` makes the text side of a choice. ``token``: what a client resumes with. ``max_ahead_tokens``: how far the answer
-    may be ahead of its reader, who may have gone. ``logprobs``: whether each token has an entry. ``scored_tokens``: length of the prompt, if its log-probabilities come before
-    the tokens; else 0."""
+    may be ahead of its reader, who may have gone. ``logprobs``: whether each token has an entry. ``scored_tokens``: length of the
+    prompt, if its log-probabilities come before the tokens; else 0."""
 
     n: int
     logprobs: bool
@@ -257,7 +257,8 @@ class Reader:
         return self._journal.pending(self._positions)
 
     async def events(self) -> AsyncIterator[pb.GenerateResponse]:
-        """``started``, what is known of the prompt to who has no token, the tokens from its positions on, ``finished``. Raises what ended the answer, or this reader."""
+        """``started``, what is known of the prompt to who has no token, the tokens from its positions on, ``finished``.
+        Raises what ended the answer, or this reader."""
         journal, told = self._journal, False
         while True:
             await self._ready.wait()

@@ -132,7 +132,7 @@ TEST(Prefill, WhatWaitsForNoCacheIsNotTakenForShort) {
 
 TEST(Prefill, AfterItsFirstTokenItTakesItsOwnBlocksFromTheCache) {
   // The other one needs a block, and this one has less to lose.
-  Bench bench(6, {.max_num_seqs = 4, .max_batched_tokens = 32, .max_chunk_tokens = 32});
+  Bench bench(7, {.max_num_seqs = 4, .max_batched_tokens = 32, .max_chunk_tokens = 32});
   const SequenceId other = bench.add(prompt(12, 300), 12);
   bench.step();
   const SequenceId id = bench.add(prompt(8), 8, 0, 1.0, false);
