@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``echo`` of the OpenAI-compatible API, with and without log-probabilities, asked by OpenAI's own client."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ async def test_echo_with_log_probabilities_in_chunks(model: Path, max_tokens: in
             assert [one.finish_reason for one in own if one.finish_reason] == [choice.finish_reason]
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
                 parts = [getattr(one.logprobs, name) for one in own if one.logprobs is not None]
-                assert sum(parts, []) == getattr(choice.logprobs, name)
+                assert [*chain(*parts)] == getattr(choice.logprobs, name)
         assert [choice.text for choice in whole.choices[::2]] == (
             ["abcdefxyz", "gxyz"] if max_tokens else ["abcdef", "g"]
         )
