@@ -80,8 +80,10 @@ async def test_a_prompt_of_one_token_has_no_position(model_path: Path) -> None:
 async def failing_once(cluster: FakeCluster, request: pb.GenerateRequest, messages: int) -> Answer:
     """The first worker that computes the prompt fails, after so many messages about it."""
     gate = asyncio.Event()
-    for name in ("p0", "p1"):
-        cluster.workers[name].script = Script(prefill_gate=gate, scored_before_failure=messages)
+    for name, size in (("p0", 8), ("p1", 5)):
+        cluster.workers[name].script = Script(
+            prefill_gate=gate, scored_before_failure=messages, scored_a_message=size
+        )
     task = asyncio.create_task(cluster.ask(request))
     await until(lambda: any(cluster.workers[name].prefills for name in ("p0", "p1")))
     (first,) = (made for made in cluster.workers.values() if made.prefills)
@@ -208,21 +210,19 @@ async def test_what_a_slow_client_may_leave_unread_is_bounded(model_path: Path) 
 
 
 async def test_no_cache_is_worth_anything_to_it(model_path: Path) -> None:
-    """A prompt that another worker has cached is not pulled, nor is its worker preferred for it."""
+    """What another worker has cached of it is not pulled; what it publishes is of use to others."""
     cached = prompt(20 * 16 + 3)
-    async with cached_cluster(model_path, FETCH, prefill=2) as cluster:
-        await learn(cluster, "p0", cached)
+    async with cached_cluster(model_path, FETCH) as cluster:
         await learn(cluster, "d0", cached)
         answer = await cluster.ask(asked(cached))
         check(answer, cached)
-        commands = [one for made in cluster.workers.values() for one in made.prefills]
-        assert [one.HasField("prefix") for one in commands] == [False]
         assert answer.finished.usage.cached_tokens == 0
-        assert len(commands[0].prompt.block_hashes) == 20 * 16, "its blocks are published"
+        (command,) = cluster.workers["p0"].prefills
+        assert not command.HasField("prefix")
+        assert len(command.prompt.block_hashes) == 20 * 16, "its blocks are published"
         group = cluster.router.models.resolve("").group
         _, hashes = cluster.router.tokenize.hash(np.array(cached, np.int32), group, "", "")
-        holders = [made.key.name for made in cluster.workers.values() if made.prefills]
-        await until(lambda: set(holders) <= dict(cluster.router.core.longest_prefix(hashes)).keys())
+        await until(lambda: "p0" in dict(cluster.router.core.longest_prefix(hashes)))
         plain = await cluster.ask(generate(cached))
         assert plain.finished.usage.cached_tokens > 0
 
@@ -292,16 +292,23 @@ async def test_another_router_leaves_them_to_who_has_tokens(model_path: Path, lo
         await pair.assert_quiescent()
 
 
-async def test_a_client_of_several_routers_tells_each_position_once(model_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [False, True])
+async def test_a_client_of_several_routers_tells_each_position_once(model_path: Path, tokens: bool) -> None:
+    """Its router is lost with the prompt scored, before the first token or behind it."""
     script = Script(hold_after_tokens=4)
     async with fake_pair(model_path, script=script) as pair:
+        computing = pair.one.workers["p0"].script = Script(report_seconds=0.0 if tokens else 600.0)
         names = [pair.other.router.endpoint, pair.one.router.endpoint]
         async with ClusterClient(names) as client:
-            whole = Completion()
+            whole, offsets = Completion(), []
             async for event in client.stream(asked(max_tokens=20), timeout=120):
                 whole.take(event)
-                if event.HasField("tokens") and not pair.lost:
-                    script.hold_after_tokens = None
+                if event.HasField("prompt_logprobs"):
+                    offsets.append(event.prompt_logprobs.offset)
+                if event.HasField("tokens" if tokens else "prompt_logprobs") and not pair.lost:
+                    script.hold_after_tokens, computing.report_seconds = None, 0.0
                     await pair.lose()
+        assert pair.lost
+        assert offsets == sorted(set(offsets))
         assert [one.chosen.token_id for one in whole.prompt_logprobs] == PROMPT[1:]
         assert whole.token_ids == [expected(20)]
