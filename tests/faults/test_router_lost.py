@@ -211,7 +211,7 @@ async def test_in_the_queue(routers: Routers) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_drawn_by_a_seed_with_log_probabilities(routers: Routers, n: int) -> None:
     message = request(
-        prompt(2 * BLOCK + 3, 131), max_tokens=60, temperature=1.0, seed=77, n=n, logprobs=2, ignore_eos=True
+        prompt(2 * BLOCK + 3, 131), max_tokens=150, temperature=1.0, seed=77, n=n, logprobs=2, ignore_eos=True
     )
     message.sampling.repetition_penalty = 1.3
     async with client_of(routers) as client:
