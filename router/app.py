@@ -35,7 +35,7 @@ from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import TraceBook
 from twinpool.router.usage import UsageBook
-from twinpool.rpc import Server, channel, join_address
+from twinpool.rpc import AuditLog, Server, channel, join_address
 from twinpool.v1 import control_pb2, router_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 
@@ -104,6 +104,7 @@ class Router:
             config.tls,
             max_message_bytes=config.router.max_message_bytes,
             reuse_port=config.router.reuse_port,
+            audit=AuditLog(config.audit.file, name),
         )
         self._housekeeper: asyncio.Task[None] | None = None
 

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from twinpool import tracing
-from twinpool.router.tenants import Caller
-from twinpool.rpc import Deadline
+from twinpool.rpc import Caller, Deadline
 
 E = TypeVar("E")
 

@@ -31,7 +31,7 @@ from twinpool.router.side_calls import SideCalls
 from twinpool.router.streams import Streams
 from twinpool.router.structured import GrammarCheck, check_together, grammar_of
 from twinpool.router.tally import Tally
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import Meter, UsageBook
 from twinpool.router.utf8 import Unparsed, lenient, parsed
@@ -43,6 +43,7 @@ from twinpool.router.validate import (
     check_resumable,
     check_vocabulary,
 )
+from twinpool.rpc import Caller
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
 

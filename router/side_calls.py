@@ -10,10 +10,11 @@ import grpc.aio
 from twinpool.errors import TwinpoolError
 from twinpool.router.call import Call
 from twinpool.router.models import ModelTable
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import UsageBook
 from twinpool.router.utf8 import Unparsed, parsed, refuse_unknown_fields
+from twinpool.rpc import Caller
 from twinpool.text import UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
 

@@ -6,7 +6,7 @@ from twinpool.router.chat.service import ChatService
 from twinpool.router.models import ModelTable
 from twinpool.router.openai.shapes import TokenBytes
 from twinpool.router.service import InferenceService
-from twinpool.router.tenants import Caller
+from twinpool.rpc import Caller
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 

@@ -26,9 +26,8 @@ from twinpool.router.openai.response_request import ResponseRequest
 from twinpool.router.openai.response_shape import ResponseShape
 from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
 from twinpool.router.openai.texts import TextShape
-from twinpool.router.tenants import Caller, key_of
 from twinpool.router.validate import check_choices
-from twinpool.rpc import HttpsContext
+from twinpool.rpc import Caller, HttpsContext, key_of
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 

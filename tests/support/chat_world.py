@@ -61,12 +61,19 @@ def prompt_text(cluster: FakeCluster) -> str:
 
 
 @asynccontextmanager
-async def chat_cluster(model: Path, text: str, **settings: object) -> AsyncIterator[FakeCluster]:
+async def chat_cluster(
+    model: Path, text: str, *, audit_file: str = "", **settings: object
+) -> AsyncIterator[FakeCluster]:
     """A router with its HTTP API on, and workers that write ``text``."""
     script = Script(token=writes(text))
     options: dict[str, object] = {"http_port": 0} | settings
     record: dict[str, object] = {"max_context_tokens": 4096, "num_blocks": 1024}
     async with fake_cluster(
-        model, prefill_script=script, decode_script=script, settings=options, **record
+        model,
+        prefill_script=script,
+        decode_script=script,
+        settings=options,
+        audit_file=audit_file,
+        **record,
     ) as cluster:
         yield cluster

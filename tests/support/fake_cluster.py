@@ -153,6 +153,7 @@ async def fake_cluster(
     prefill_script: Script | None = None,
     decode_script: Script | None = None,
     settings: dict[str, object] | None = None,
+    audit_file: str = "",
     **record: object,
 ) -> AsyncIterator[FakeCluster]:
     """A router with so many fake workers of each role, all ready. ``record``: fields of the workers' records."""
@@ -160,6 +161,7 @@ async def fake_cluster(
         # A hand-off each, unless a test is about the other way.
         router={"cancel_timeout_seconds": 1.0, "local_prefill": False, **(settings or {})},  # type: ignore[arg-type]
         rpc={"connect_timeout_seconds": 2.0},  # type: ignore[arg-type]
+        audit={"file": audit_file},  # type: ignore[arg-type]
     )
     router = Router(config, "router-test")
     await router.start()

@@ -16,7 +16,7 @@ from twinpool.errors import ConfigError
 from twinpool.router.call import Call
 from twinpool.router.openai.server import HttpServer
 from twinpool.router.openai.shapes import TokenBytes
-from twinpool.router.tenants import Caller
+from twinpool.rpc import Caller
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 

@@ -20,9 +20,9 @@ from tests.support.waiting import until
 from twinpool.client import Client, request
 from twinpool.cluster_client import ClusterClient
 from twinpool.errors import ConfigError, TwinpoolError
-from twinpool.router.tenants import Caller, Tenants, read_tenants
+from twinpool.router.tenants import Tenants, read_tenants
 from twinpool.router_client import RouterClient
-from twinpool.rpc import digest_of, new_key
+from twinpool.rpc import Caller, digest_of, new_key
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import inference_pb2_grpc
 
