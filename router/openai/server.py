@@ -301,6 +301,8 @@ async def _body(request: web.Request, kind: type[B]) -> B:
         raise TwinpoolError(
             "MESSAGE_TOO_LARGE", f"the body is too large; the limit is {request.client_max_size} bytes"
         ) from error
+    except web.RequestPayloadError as error:
+        raise TwinpoolError("INVALID_ARGUMENT", "the body is not in its content encoding") from error
     try:
         return kind.model_validate(parse_object(raw))
     except ValidationError as error:
