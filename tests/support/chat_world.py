@@ -2,6 +2,7 @@
 """A router over fake workers that write a given text, and a model whose chat template knows tools."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -62,7 +63,7 @@ def prompt_text(cluster: FakeCluster) -> str:
 
 @asynccontextmanager
 async def chat_cluster(
-    model: Path, text: str, *, audit_file: str = "", **settings: object
+    model: Path, text: str, *, audit_file: str = os.devnull, **settings: object
 ) -> AsyncIterator[FakeCluster]:
     """A router with its HTTP API on, and workers that write ``text``."""
     script = Script(token=writes(text))
