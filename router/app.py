@@ -14,7 +14,7 @@ from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.answers import AnswerMaker
-from twinpool.router.apis import CHAT_SERVICE, ClientApis
+from twinpool.router.apis import SERVICES, ClientApis
 from twinpool.router.background import Background
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
@@ -160,6 +160,7 @@ class Router:
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests, lets running ones end for ``grace_seconds``, then cancels them; closes all streams."""
         self.service.drain()
+        self.apis.drain()
         if self.others.alive:
             # Their clients go on there at once, instead of being cut off at the end of the grace.
             self.kept.send_away()
@@ -210,6 +211,6 @@ class Router:
         metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
 
     async def _show_health(self) -> None:
-        for service in (SERVICE, CHAT_SERVICE):
+        for service in (SERVICE, *SERVICES):
             await self._server.set_serving(self.models.servable, service)
         await self._server.set_serving(True, ROUTER_SERVICE)

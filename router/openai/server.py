@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.logs import get_logger
+from twinpool.router.bodies import Body, parse_object, refusal
 from twinpool.router.call import Call
 from twinpool.router.openai.chats import ChatCompletion
 from twinpool.router.openai.completions import Completion
-from twinpool.router.openai.errors import body_of, headers_of, parse_object, refusal, status_of
-from twinpool.router.openai.fields import Body
+from twinpool.router.openai.errors import body_of, headers_of, status_of
 from twinpool.router.openai.response_request import ResponseRequest
 from twinpool.router.openai.response_shape import ResponseShape
 from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router behind the HTTP server."""
+"""The router behind the front ends that speak protocols of others."""
 
 from twinpool.router.call import Call
 from twinpool.router.chat.service import ChatService
@@ -12,7 +12,7 @@ from twinpool.v1 import inference_pb2 as pb
 
 
 class RouterBackend:
-    """Implements ``server.Backend``."""
+    """Implements ``openai.server.Backend`` and ``kserve.service.Backend``."""
 
     def __init__(self, inference: InferenceService, chats: ChatService, models: ModelTable) -> None:
         self._inference = inference
