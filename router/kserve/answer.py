@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from twinpool.router.kserve.tensors import Output, write
+from twinpool.text import UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1.kserve import open_inference_pb2 as kserve
 
@@ -166,9 +167,14 @@ class Answer:
         """The drawn token and the likeliest ones, by id."""
         token_bytes = self._token_bytes(self._started.model)
         return {
-            str(token.token_id): {
-                "logprob": token.logprob,
-                "decoded_token": token_bytes(token.token_id).decode(errors="replace"),
-            }
+            str(token.token_id): {"logprob": token.logprob, "decoded_token": _text(token_bytes, token.token_id)}
             for token in (position.chosen, *position.top)
         }
+
+
+def _text(token_bytes: TokenBytes, token_id: int) -> str:
+    """What a token adds to the text. A model may rate ids that its tokenizer does not have: nothing."""
+    try:
+        return token_bytes(token_id).decode(errors="replace")
+    except UnknownTokenError:
+        return ""
