@@ -167,7 +167,10 @@ class Answer:
         """The drawn token and the likeliest ones, by id."""
         token_bytes = self._token_bytes(self._started.model)
         return {
-            str(token.token_id): {"logprob": token.logprob, "decoded_token": _text(token_bytes, token.token_id)}
+            str(token.token_id): {
+                "logprob": token.logprob,
+                "decoded_token": _text(token_bytes, token.token_id),
+            }
             for token in (position.chosen, *position.top)
         }
 

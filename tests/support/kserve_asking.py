@@ -133,6 +133,13 @@ class Stream:
         found = await self.call.read()
         return None if found is grpc.aio.EOF else kserve.ModelStreamInferResponse.FromString(found)
 
+    async def rest(self) -> list[kserve.ModelStreamInferResponse]:
+        """All responses that still come."""
+        found = []
+        while (response := await self.receive()) is not None:
+            found.append(response)
+        return found
+
     async def until_final(self) -> list[kserve.ModelStreamInferResponse]:
         """All responses up to the first one that says that its request has ended."""
         found = []

@@ -75,9 +75,7 @@ async def check(cluster: FakeCluster, request: kserve.ModelInferRequest, reason:
         ({"stream": 1}, "INVALID_ARGUMENT", "parameters.stream"),
     ],
 )
-async def test_parameters(
-    cluster: FakeCluster, parameters: dict[str, Any], reason: str, field: str
-) -> None:
+async def test_parameters(cluster: FakeCluster, parameters: dict[str, Any], reason: str, field: str) -> None:
     await check(cluster, infer(text(SECRET), parameters=parameters), reason, field)
 
 
@@ -180,9 +178,7 @@ async def test_raw_contents(cluster: FakeCluster, name: str, datatype: str, raw:
 async def test_memory_is_not_shared(cluster: FakeCluster) -> None:
     request = infer(text(SECRET))
     request.inputs[0].parameters["shared_memory_region"].string_param = "mine"
-    await check(
-        cluster, request, "UNSUPPORTED_FIELD", "inputs.text_input.parameters.shared_memory_region"
-    )
+    await check(cluster, request, "UNSUPPORTED_FIELD", "inputs.text_input.parameters.shared_memory_region")
     request = infer(text(SECRET), outputs=("text_output",))
     request.outputs[0].parameters["classification"].int64_param = 3
     await check(cluster, request, "UNSUPPORTED_FIELD", "outputs.text_output.parameters.classification")
