@@ -163,14 +163,16 @@ def _put_prompt(made: pb.GenerateRequest, prompt: dict[str, Any]) -> None:
     if "text" in prompt:
         made.text = prompt["text"]
         return
+    tokens: list[int] = prompt["token_ids"]
     made.token_ids.SetInParent()
-    for at, token in enumerate(prompt["token_ids"]):
-        if not 0 <= token < 1 << 32:
-            field = f"inputs.input_ids[{at}]"
-            raise TwinpoolError(
-                "TOKEN_OUT_OF_VOCABULARY", f"{field} is {token}; no vocabulary has this id", field=field
-            )
-    made.token_ids.ids.extend(prompt["token_ids"])
+    # There may be a million of them: which one is at fault is looked for only if one is.
+    if tokens and not (min(tokens) >= 0 and max(tokens) < 1 << 32):
+        at = next(at for at, token in enumerate(tokens) if not 0 <= token < 1 << 32)
+        field = f"inputs.input_ids[{at}]"
+        raise TwinpoolError(
+            "TOKEN_OUT_OF_VOCABULARY", f"{field} is {tokens[at]}; no vocabulary has this id", field=field
+        )
+    made.token_ids.ids.extend(tokens)
 
 
 def _outputs(

@@ -211,8 +211,7 @@ async def test_a_router_that_leaves_ends_streams_with_their_last_request(model: 
         await idle.until_final()
         await busy.send(asked("running"))
         await until(cluster.held)
-        cluster.router.service.drain()
-        cluster.router.apis.drain()
+        stopping = asyncio.create_task(cluster.router.stop(60.0))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await idle.receive()
         assert from_rpc_error(caught.value).reason == "DRAINING"
@@ -221,6 +220,7 @@ async def test_a_router_that_leaves_ends_streams_with_their_last_request(model: 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await busy.receive()
         assert from_rpc_error(caught.value).reason == "DRAINING"
+        await stopping
 
 
 # --- a client that does not read ----------------------------------------------------------------
