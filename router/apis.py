@@ -10,8 +10,6 @@ from twinpool.router.kserve import service as kserve
 from twinpool.router.models import ModelTable
 from twinpool.router.openai.server import HttpServer
 from twinpool.router.service import InferenceService
-from twinpool.router.tenants import Tenants
-from twinpool.router.tokenize import TokenizeHop
 from twinpool.rpc import Server, join_address
 
 SERVICES: Final = (chat.SERVICE, kserve.SERVICE)
@@ -26,12 +24,10 @@ class ClientApis:
         config: TwinpoolConfig,
         inference: InferenceService,
         models: ModelTable,
-        tokenize: TokenizeHop,
-        tenants: Tenants,
     ) -> None:
         """Raises ConfigError."""
         self._port = config.router.http_port
-        self._chats = chat.ChatService(inference, models, tokenize, tenants, config.router.call_format)
+        self._chats = chat.ChatService(inference, config.router)
         backend = RouterBackend(inference, self._chats, models)
         self._http = HttpServer(config, backend) if self._port >= 0 else None
         self._kserve = kserve.KserveService(backend, config.router)

@@ -97,7 +97,7 @@ class Router:
             config, hops, self.models, self.tokenize, answers, streams, self.tenants, self.usage
         )
         self._limit_tenants()
-        self.apis = ClientApis(config, self.service, self.models, self.tokenize, self.tenants)
+        self.apis = ClientApis(config, self.service, self.models)
         self.inspection = self._peer(takeover)
         self._server = Server(
             config.rpc,

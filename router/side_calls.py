@@ -94,8 +94,7 @@ class SideCalls(ABC):
             if event.HasField("finished"):
                 finished.CopyFrom(event.finished)
 
-        call = Call.of(context)
-        await self.serve(asked, Call(take, call.deadline, call.traceparent, call.caller, call.arrival))
+        await self.serve(asked, Call.of(context).to(take))
         usage = finished.usage
         return pb.WarmResponse(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
 
