@@ -9,7 +9,10 @@ from pathlib import Path
 
 from tests.support.byte_tokenizer import EOS, write_byte_tokenizer
 from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.fake_pair import FakePair, fake_pair
 from tests.support.fake_worker import Job, Script
+from twinpool.v1 import chat_pb2 as chat
+from twinpool.v1 import inference_pb2 as pb
 
 TEMPLATE = (
     "{% if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
@@ -45,6 +48,24 @@ def write_chat_model(directory: Path) -> Path:
     return directory
 
 
+def weather_chat(max_tokens: int = 300) -> chat.ChatRequest:
+    """Asks for the weather; a tool knows it."""
+    function = WEATHER["function"]
+    assert isinstance(function, dict)
+    tool = pb.Tool(
+        name=function["name"],
+        description=function["description"],
+        parameters_json=json.dumps(function["parameters"]),
+    )
+    request = chat.ChatRequest(
+        request=pb.GenerateRequest(
+            chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Rain?")], tools=[tool])
+        )
+    )
+    request.request.stop.max_tokens = max_tokens
+    return request
+
+
 def writes(text: str) -> "Callable[[Job, int, int], int]":
     """A script's token: this text, byte by byte, in every choice; then the end."""
     ids = [*text.encode(), EOS]
@@ -78,3 +99,17 @@ async def chat_cluster(
         **record,
     ) as cluster:
         yield cluster
+
+
+@asynccontextmanager
+async def chat_pair(
+    model: Path, text: str, *, step_seconds: float = 0.0, settings: dict[str, object] | None = None
+) -> AsyncIterator[FakePair]:
+    """Two routers over workers that write ``text``, a token every ``step_seconds``."""
+    async with fake_pair(
+        model,
+        script=Script(token=writes(text), step_seconds=step_seconds),
+        prefill_script=Script(token=writes(text)),
+        settings=settings,
+    ) as pair:
+        yield pair
