@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
 from tests.support.waiting import until
+from twinpool.cluster_client import ClusterClient
 from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import chat_pb2 as chat
+from twinpool.v1 import inference_pb2 as pb
 
 
 @dataclass
@@ -68,6 +71,24 @@ def positions(events: Iterable[chat.ChatResponse], n: int = 1) -> list[chat.Chat
         if event.HasField("delta"):
             newest[event.delta.index] = event.delta.position
     return newest
+
+
+async def whole_turn(
+    client: ClusterClient, message: chat.ChatRequest, at: int = -1, act: Callable[[], object] = lambda: None
+) -> tuple[ToldChoice, pb.GenerateFinished]:
+    """A whole turn of one choice, without the ids of its calls. ``act`` is called once ``at`` tokens were told."""
+    events: list[chat.ChatResponse] = []
+    async with contextlib.aclosing(client.chat(message, timeout=240.0)) as stream:
+        async for event in stream:
+            events.append(event)
+            if 0 <= at <= event.delta.position.next_index:
+                at, _ = -1, act()
+    assert at < 0, "it ended before"
+    (choice,) = told(events)
+    for call in choice.calls:
+        assert call.id
+        call.id = ""
+    return choice, events[-1].finished
 
 
 class TurnEvents:
