@@ -136,16 +136,21 @@ def check_resumable(
             field="resume_grace",
             metadata={"limit": most},
         )
+    check_key(key)
+    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
+    if not grace:
+        return None
+    return Resumable(grace, key, _digest_of(request) if turn is None else _digest_of_turn(turn))
+
+
+def check_key(key: str) -> None:
+    """Raises INVALID_RESUME for what is no idempotency key."""
     if len(key) > MAX_KEY_CHARS or not key.isprintable():
         raise TwinpoolError(
             "INVALID_RESUME",
             f"idempotency_key has {len(key)} characters; the limit is {MAX_KEY_CHARS} printable ones",
             field="idempotency_key",
         )
-    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
-    if not grace:
-        return None
-    return Resumable(grace, key, _digest_of(request) if turn is None else _digest_of_turn(turn))
 
 
 def _digest_of(request: inference.GenerateRequest) -> bytes:

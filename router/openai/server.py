@@ -26,7 +26,7 @@ from twinpool.router.openai.response_request import ResponseRequest
 from twinpool.router.openai.response_shape import ResponseShape
 from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
 from twinpool.router.openai.texts import TextShape
-from twinpool.router.validate import check_choices
+from twinpool.router.validate import check_choices, check_key
 from twinpool.rpc import Caller, HttpsContext, key_of
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
@@ -125,6 +125,7 @@ class HttpServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, ChatCompletion)
         asked = body.request()
+        _set_key(request, asked.request)
         n = asked.request.n
         logprobs = asked.request.HasField("logprobs")
         shape = ChatShape(self._backend.token_bytes(body.model), logprobs=logprobs)
@@ -147,6 +148,8 @@ class HttpServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, Completion)
         asked = body.requests()
+        for number, one_asked in enumerate(asked):
+            _set_key(request, one_asked, f"/{number}" if number else "")
         prompts = [one.text if body.echo else "" for one in asked]
         token_bytes = self._backend.token_bytes(body.model)
         check_choices(asked[0].n, self._config)
@@ -170,6 +173,7 @@ class HttpServer:
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, ResponseRequest)
         asked, shape = body.request(), ResponseShape(body)
+        _set_key(request, asked.request)
         if not body.stream:
 
             async def gather(event: chat.ChatResponse) -> None:
@@ -210,6 +214,18 @@ class HttpServer:
 
 def _call(request: web.Request, write: Callable[[E], Awaitable[None]]) -> Call[E]:
     return Call(write, traceparent=request.headers.get("traceparent", ""), caller=_caller(request))
+
+
+def _set_key(request: web.Request, asked: pb.GenerateRequest, suffix: str = "") -> None:
+    """Makes the request one that goes on without its client, which finds it by the header ``Idempotency-Key``. ``suffix`` tells
+    the prompts of one request apart."""
+    key = request.headers.get("Idempotency-Key", "")
+    if not key:
+        return
+    check_key(key + suffix)
+    asked.idempotency_key = key + suffix
+    # OpenAI's clients say how often they have tried; of any other it is not known whether this is its first time.
+    asked.repeated = request.headers.get("x-stainless-retry-count", "") != "0"
 
 
 def _caller(request: web.Request) -> Caller:
