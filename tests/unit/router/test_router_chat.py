@@ -147,6 +147,26 @@ async def test_a_single_call_ends_the_turn(model: Path) -> None:
         await cluster.assert_quiescent()
 
 
+async def test_a_chat_is_admitted_once_and_made_in_one_hop_to_a_thread(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noting(name: str, work: Callable[..., object]) -> Callable[..., object]:
+        def note(*args: object, **options: object) -> object:
+            done.append(name)
+            return work(*args, **options)
+
+        return note
+
+    async with chat_cluster(model, CALL) as cluster:
+        threads, tenants = cluster.router.tokenize._threads, cluster.router.tenants
+        monkeypatch.setattr(threads, "submit", noting("hop", threads.submit))
+        monkeypatch.setattr(tenants, "admit", noting("admit", tenants.admit))
+        await turn(cluster, ask())
+        assert done == ["admit", "hop"]
+
+
 def both(request: chat.ChatRequest) -> None:
     request.tool_name = "weather"
     request.tool_choice = chat.TOOL_CHOICE_MODE_REQUIRED

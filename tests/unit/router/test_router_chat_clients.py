@@ -19,7 +19,8 @@ from twinpool.sync_client import SyncClusterClient
 from twinpool.v1 import chat_pb2 as chat
 
 BRISK = RetryPolicy(first_pause_seconds=0.001, longest_pause_seconds=0.01)
-CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Zürich 😀"}}</tool_call>'
+ARGUMENTS = f'{{"town": "{"Zürich 😀 " * 10}"}}'
+CALL = f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}</tool_call>'
 TEXT = f"Hm, so ü.\n</think>\n\nI look.\n{CALL}"
 
 
@@ -66,7 +67,7 @@ async def collect(
     return out
 
 
-@pytest.mark.parametrize(("at", "n"), [(4, 1), (40, 1), (70, 1), (40, 2)])
+@pytest.mark.parametrize(("at", "n"), [(4, 1), (40, 1), (90, 1), (40, 2)])
 async def test_the_router_is_lost_under_a_turn(model: Path, at: int, n: int) -> None:
     """In reasoning, in content, and in the arguments of a call."""
     async with chat_pair(model, TEXT, step_seconds=0.01) as pair, lost_first(pair) as client:
@@ -75,7 +76,7 @@ async def test_the_router_is_lost_under_a_turn(model: Path, at: int, n: int) -> 
         assert (client.resumes, client.retries) == (1, 0), "going on costs no retry"
         async with client_of(pair.one.router.endpoint) as another:
             assert told(events, n) == told(await collect(another, request), n)
-        assert told(events, n)[0].calls[0].arguments == '{"town": "Zürich 😀"}'
+        assert told(events, n)[0].calls[0].arguments == ARGUMENTS
         await pair.assert_quiescent()
 
 
