@@ -19,9 +19,9 @@ from twinpool.router.kserve.answer import FINAL, OUTPUTS, Answer, TokenBytes
 from twinpool.router.kserve.parameters import INPUTS
 from twinpool.router.kserve.request import VERSION, Asked, check_version, is_version, read_request
 from twinpool.router.kserve.stream import InferStream, Send
-from twinpool.router.tenants import Caller
 from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
 from twinpool.router.validate import check_choices, shown
+from twinpool.rpc import Caller
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1.kserve import open_inference_pb2 as kserve
 
