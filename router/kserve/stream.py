@@ -107,7 +107,8 @@ class InferStream:
 
     async def _put(self, response: kserve.ModelStreamInferResponse) -> None:
         try:
-            async with asyncio.timeout(self._stall_seconds), self._writing:
+            # Only the write itself may stall: who waits behind another one's knows nothing of the client.
+            async with self._writing, asyncio.timeout(self._stall_seconds):
                 if self._torn:
                     raise _too_slow(self._stall_seconds)
                 # gRPC still holds a message whose write was given up: no other one may follow it.

@@ -252,8 +252,13 @@ async def test_nothing_follows_a_message_that_was_given_up() -> None:
 
 async def test_a_client_that_does_not_read_loses_its_stream(model: Path) -> None:
     """Its window is full of an answer that it does not take: the stream ends, and so do the others on it."""
-    settings = {"client_stall_seconds": 0.2}
-    async with served(model, "x" * 4000, **settings) as cluster, streaming(cluster) as stream:
+    # A window that does not grow.
+    options = [("grpc.http2.bdp_probe", 0)]
+    async with (
+        served(model, "x" * 4000, client_stall_seconds=0.2) as cluster,
+        grpc.aio.insecure_channel(cluster.router.endpoint, options) as channel,
+        streaming(cluster, channel) as stream,
+    ):
         # Each delta bears its id, which fills the window.
         for number in range(30):
             await stream.send(asked(f"{number:0>128}", max_tokens=3000))
