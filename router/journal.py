@@ -82,6 +82,10 @@ class _Choice:
             tokens.logprobs.extend(self.logprobs[at - self.logprobs_from : end - self.logprobs_from])
         return response
 
+    def text_before(self, at: int, text: Callable[[], TextStream]) -> str:
+        """What the tokens before ``at`` have settled of the text."""
+        return self._text[: self._settled(min(at, len(self.tokens)), text)].decode()
+
     def _settled(self, at: int, text: Callable[[], TextStream]) -> int:
         """Bytes of the text that the first ``at`` tokens have settled."""
         mark = bisect_left(self._mark_tokens, at)
@@ -161,6 +165,10 @@ class Journal:
     def logprobs(self) -> list[Sequence[pb.PositionLogprobs]]:
         """One entry a token, a row a choice; an empty row where they are not known from the first token on."""
         return [() if choice.logprobs_from else choice.logprobs for choice in self._choices]
+
+    def text_before(self, index: int, at: int) -> str:
+        """What the tokens of a choice before position ``at`` have settled of its text; all of it where there are fewer."""
+        return self._choices[index].text_before(at, self._spec.text)
 
     @property
     def whole(self) -> bool:

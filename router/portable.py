@@ -61,6 +61,7 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         grammar=prepared.grammar,
         kept_tokens=prepared.kept_tokens,
         root_hash=prepared.root,
+        turn=prepared.turn,
     )
     return replace(prepared, portable=portable)
 
@@ -119,6 +120,7 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
         deadline=Deadline.from_proto(state.deadline if state.HasField("deadline") else None),
         grammar=request.grammar,
         kept_tokens=tuple(request.kept_tokens),
+        turn=request.turn if request.HasField("turn") else None,
         portable=moved,
     )
 

@@ -10,10 +10,11 @@ import grpc.aio
 from twinpool.errors import TwinpoolError
 from twinpool.router.call import Call
 from twinpool.router.models import ModelTable
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import UsageBook
 from twinpool.router.utf8 import Unparsed, parsed, refuse_unknown_fields
+from twinpool.rpc import Caller
 from twinpool.text import UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
 
@@ -105,8 +106,7 @@ class SideCalls(ABC):
             if event.HasField("finished"):
                 finished.CopyFrom(event.finished)
 
-        call = Call.of(context)
-        await self.serve(asked, Call(take, call.deadline, call.traceparent, call.caller, call.arrival))
+        await self.serve(asked, Call.of(context).to(take))
         usage = finished.usage
         return pb.WarmResponse(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
 

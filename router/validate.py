@@ -19,6 +19,7 @@ from twinpool.ids import is_request_id
 from twinpool.router.request import Group, Params
 from twinpool.router.utf8 import refuse_unknown_fields
 from twinpool.v1 import inference_pb2 as inference
+from twinpool.v1.chat_pb2 import ChatRequest
 
 _MAX_PRIORITY: Final = 100
 _MAX_BIAS: Final = 100.0
@@ -116,10 +117,18 @@ class Resumable:
     digest: bytes
 
 
-def check_resumable(request: inference.GenerateRequest, limits: RouterSection) -> Resumable | None:
-    """None: the client leaves it at one stream. Raises INVALID_RESUME."""
+def check_resumable(
+    request: inference.GenerateRequest, limits: RouterSection, turn: ChatRequest | None = None
+) -> Resumable | None:
+    """None: the client leaves it at one stream. ``turn``: the chat that it is the request of. Raises INVALID_RESUME."""
     key, given = request.idempotency_key, request.HasField("resume_grace")
     if not key and not given:
+        if turn is not None and turn.positions:
+            raise TwinpoolError(
+                "INVALID_RESUME",
+                "positions are set without an idempotency key or a resume grace",
+                field="positions",
+            )
         return None
     refuse_unknown_fields(request.resume_grace, "resume_grace")
     grace, most = request.resume_grace.ToNanoseconds() / 1e9, limits.max_resume_grace_seconds
@@ -130,20 +139,40 @@ def check_resumable(request: inference.GenerateRequest, limits: RouterSection) -
             field="resume_grace",
             metadata={"limit": most},
         )
+    check_key(key)
+    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
+    if not grace:
+        return None
+    return Resumable(grace, key, _digest_of(request) if turn is None else _digest_of_turn(turn))
+
+
+def check_key(key: str) -> None:
+    """Raises INVALID_RESUME for what is no idempotency key."""
     if len(key) > MAX_KEY_CHARS or not key.isprintable():
         raise TwinpoolError(
             "INVALID_RESUME",
             f"idempotency_key has {len(key)} characters; the limit is {MAX_KEY_CHARS} printable ones",
             field="idempotency_key",
         )
-    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
-    if not grace:
-        return None
+
+
+def _digest_of(request: inference.GenerateRequest) -> bytes:
+    """Of all that its answer depends on."""
     asked = inference.GenerateRequest()
     asked.CopyFrom(request)
     asked.ClearField("resume_grace")
     asked.ClearField("repeated")
-    return Resumable(grace, key, hashlib.sha256(asked.SerializeToString(deterministic=True)).digest())
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
+
+
+def _digest_of_turn(turn: ChatRequest) -> bytes:
+    asked = ChatRequest()
+    asked.CopyFrom(turn)
+    asked.ClearField("positions")
+    asked.request.ClearField("resume_grace")
+    asked.request.ClearField("repeated")
+    # No Generate is the same request as a Chat, whatever it says.
+    return hashlib.sha256(b"chat:" + asked.SerializeToString(deterministic=True)).digest()
 
 
 def check_text(text: str, field: str, limits: RouterSection) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pydantic import StrictBool, StrictInt
 
 from twinpool.errors import TwinpoolError
-from twinpool.router.openai.fields import Sampled, Uint32
+from twinpool.router.bodies import Uint32
+from twinpool.router.openai.fields import Sampled
 from twinpool.v1 import inference_pb2 as pb
 
 MAX_PROMPTS = 128

@@ -346,6 +346,12 @@ class RouterSection(Section):
         le=86400,
         description="Longest time that a client may read nothing while an event waits for it, in seconds; then its stream fails.",
     )
+    max_stream_requests: int = Field(
+        default=128,
+        ge=1,
+        le=1 << 16,
+        description="Most requests of one ModelStreamInfer stream at a time; the next is read when one of them has ended.",
+    )
     stream_interval_seconds: float = Field(
         default=0.0,
         ge=0,

@@ -79,6 +79,7 @@ class PortableRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     ROOT_HASH_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream."""
@@ -130,6 +131,10 @@ class PortableRequest(_message.Message):
     def kept_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Special tokens that are part of the text."""
 
+    @_builtins.property
+    def turn(self) -> Global___TurnForm:
+        """How its text is read; unset: it is no turn of a conversation."""
+
     def __init__(
         self,
         *,
@@ -152,11 +157,12 @@ class PortableRequest(_message.Message):
         grammar: _builtins.str = ...,
         kept_tokens: _abc.Iterable[_builtins.str] | None = ...,
         root_hash: _builtins.bytes = ...,
+        turn: Global___TurnForm | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grace", b"grace", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grace", b"grace", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "root_hash", b"root_hash", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "root_hash", b"root_hash", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -168,6 +174,44 @@ class PortableRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___PortableRequest: _TypeAlias = PortableRequest  # noqa: Y015
+
+@_typing.final
+class TurnForm(_message.Message):
+    """How the text of an answer is read as the next turn of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FORMAT_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    REASONING_OPEN_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    call_format: _builtins.str
+    """Name of the format of its calls; empty: it has none."""
+    opening: _builtins.str
+    """How it begins, where that stands in the prompt."""
+    reasons: _builtins.bool
+    """Whether reasoning is told apart."""
+    reasoning_open: _builtins.bool
+    """Whether the prompt has begun the reasoning."""
+    single_call: _builtins.bool
+    """Whether it ends with its first call."""
+    def __init__(
+        self,
+        *,
+        call_format: _builtins.str = ...,
+        opening: _builtins.str = ...,
+        reasons: _builtins.bool = ...,
+        reasoning_open: _builtins.bool = ...,
+        single_call: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_format", b"call_format", "opening", b"opening", "reasoning_open", b"reasoning_open", "reasons", b"reasons", "single_call", b"single_call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnForm: _TypeAlias = TurnForm  # noqa: Y015
 
 @_typing.final
 class PortableChoice(_message.Message):
