@@ -193,6 +193,12 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._scheduler.start(attempt.reserved, first[0].token_id)
         self._end(attempt, None, None, "")
 
+    def _computed(self, attempt: DecodeAttempt, result: StepResult, index: int, whole: bool) -> None:
+        """A chunk of a prompt is computed here; ``whole``: the last one."""
+        self._tell_scored(attempt, result, index)
+        if whole:
+            self._drawn(attempt, result, index)
+
     def _drawn(self, attempt: DecodeAttempt, result: StepResult, index: int) -> None:
         """The prompt is computed here and every choice has its first token: told as a hand-off that moved nothing."""
         draw, seq, now = attempt.draw, attempt.computing, self._clock()
@@ -291,8 +297,8 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             if computing is not None:
                 if index in result.failed:
                     failed.append(computing)
-                elif sampled[index]:
-                    self._guard(computing, self._drawn, computing, result, index)
+                else:
+                    self._guard(computing, self._computed, computing, result, index, bool(sampled[index]))
                 continue
             if not sampled[index] or choice is None:
                 continue

@@ -92,7 +92,7 @@ class Admission:
             prepared.group.label,
             prepared.prompt_tokens,
             prepared.remaining_tokens,
-            prepared.hashes,
+            prepared.cacheable_hashes,
             n=prepared.n,
             priority=prepared.priority,
             tenant=prepared.tenant,
@@ -127,7 +127,9 @@ class Admission:
 
     def extend(self, request: int, prepared: Prepared) -> None:
         """What the client has of the answer is part of the prompt now."""
-        self.core.extend(request, prepared.prompt_tokens, prepared.remaining_tokens, prepared.hashes)
+        self.core.extend(
+            request, prepared.prompt_tokens, prepared.remaining_tokens, prepared.cacheable_hashes
+        )
 
     def forget(self, request: int) -> None:
         """Ends the router's interest in a request. One that has not ended by now is cancelled."""

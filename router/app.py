@@ -14,7 +14,7 @@ from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.answers import AnswerMaker
-from twinpool.router.apis import CHAT_SERVICE, ClientApis
+from twinpool.router.apis import SERVICES, ClientApis
 from twinpool.router.background import Background
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
@@ -36,7 +36,7 @@ from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import TraceBook
 from twinpool.router.usage import UsageBook
-from twinpool.rpc import Server, channel, join_address
+from twinpool.rpc import AuditLog, Server, channel, join_address
 from twinpool.v1 import control_pb2, router_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 
@@ -96,13 +96,14 @@ class Router:
             config, hops, self.models, self.tokenize, answers, streams, self.tenants, self.usage
         )
         self._limit_tenants()
-        self.apis = ClientApis(config, self.service, self.models, self.tokenize, self.tenants)
+        self.apis = ClientApis(config, self.service, self.models)
         self.inspection = self._peer(takeover)
         self._server = Server(
             config.rpc,
             config.tls,
             max_message_bytes=config.router.max_message_bytes,
             reuse_port=config.router.reuse_port,
+            audit=AuditLog(config.audit.file, name),
         )
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -171,6 +172,7 @@ class Router:
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests, lets running ones end for ``grace_seconds``, then cancels them; closes all streams."""
         self.service.drain()
+        self.apis.drain()
         if self.others.alive:
             # Their clients go on there at once, instead of being cut off at the end of the grace.
             self.kept.send_away()
@@ -221,6 +223,6 @@ class Router:
         metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
 
     async def _show_health(self) -> None:
-        for service in (SERVICE, CHAT_SERVICE):
+        for service in (SERVICE, *SERVICES):
             await self._server.set_serving(self.models.servable, service)
         await self._server.set_serving(True, ROUTER_SERVICE)

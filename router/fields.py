@@ -101,6 +101,13 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
         for form in ("json_schema", "regex", "lark", "choices.texts")
     ),
     _both("n", "draw.n", "prefill draws the first token of each choice, decode forks the sequence"),
+    FieldRule(
+        "prompt_logprobs",
+        "draw.prompt_logprobs",
+        "draw.prompt_logprobs",
+        "prefill",
+        "whoever computes the prompt reports them; both legs draw by one rule",
+    ),
     _both("logprobs", "draw.logprobs", "each leg reports those of the tokens that it draws"),
     _router("request_id", "the client's name for it; workers see the id that the router minted"),
     _both("priority", "priority", "order of waiting on the worker"),
@@ -131,6 +138,8 @@ def draw_spec(prepared: Prepared) -> worker.DrawSpec:
     spec.stop.ignore_eos = prepared.ignore_eos
     if prepared.logprobs is not None:
         spec.logprobs = prepared.logprobs
+    if prepared.prompt_logprobs is not None:
+        spec.prompt_logprobs = prepared.prompt_logprobs
     return spec
 
 

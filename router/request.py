@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from twinpool.rpc import Deadline
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as inference
-from twinpool.v1.resume_pb2 import PortableRequest
+from twinpool.v1.resume_pb2 import PortableRequest, TurnForm
 
 # gRPC ends a call at its deadline by another clock than ours.
 _CLOCK_SLACK_SECONDS: Final = 0.02
@@ -77,6 +77,7 @@ class Params:
     include_stop: bool
     n: int
     logprobs: int | None
+    prompt_logprobs: int | None
     priority: int
     preemptible: bool
     tenant: str
@@ -93,8 +94,10 @@ class Prepared:
     ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored. ``drawn``: ids at
     the prompt's end that are output already, where an answer goes on. ``include_stop``: whether a stop
     string is part of the text. ``grammar``: what the output must follow.
-    ``kept_tokens``: special tokens that are part of the text. ``portable``: what another router needs of it, if it can
+    ``kept_tokens``: special tokens that are part of the text. ``turn``: how it is read, where it is the turn of a conversation.
+    ``portable``: what another router needs of it, if it can
     be resumed; the decode worker keeps it.
+    ``prompt_logprobs``: alternatives to report a position of the prompt, by whoever computes it.
     """
 
     request_id: str
@@ -122,9 +125,11 @@ class Prepared:
     include_stop: bool = False
     grammar: str = ""
     kept_tokens: tuple[str, ...] = ()
+    turn: TurnForm | None = None
     adapter: str = ""
     span: Span = OFF
     portable: PortableRequest | None = None
+    prompt_logprobs: int | None = None
     session_id: str = ""
 
     @property
@@ -141,3 +146,8 @@ class Prepared:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.tokens)
+
+    @property
+    def cacheable_hashes(self) -> NDArray[np.uint8]:
+        """Hashes of what a cache may give the prompt: a cache holds no logits, so none where they are wanted."""
+        return self.hashes if self.prompt_logprobs is None else self.hashes[:0]

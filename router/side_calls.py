@@ -2,9 +2,9 @@
 """The calls of InferenceService that make no answer: tokens and text, models, usage, prompts computed ahead of time and kept."""
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 import numpy as np
@@ -17,16 +17,29 @@ from twinpool.router.hops import Hops
 from twinpool.router.models import ModelTable
 from twinpool.router.pins import Pins
 from twinpool.router.request import session_bytes
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import UsageBook
 from twinpool.router.utf8 import Unparsed, parsed, refuse_unknown_fields
 from twinpool.router.validate import check_session
+from twinpool.rpc import Caller
 from twinpool.text import UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import worker_pb2 as worker
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_NOT_WARMED: Final = (
+    "sampling",
+    "stop",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "resume_grace",
+    "idempotency_key",
+    "structured",
+)
+"""What of a request says nothing of how its prompt is computed and cached."""
 
 
 class SideCalls(ABC):
@@ -101,7 +114,7 @@ class SideCalls(ABC):
         refuse_unknown_fields(wanted)
         asked = pb.GenerateRequest()
         asked.CopyFrom(wanted.request)
-        for name in ("sampling", "stop", "n", "logprobs", "resume_grace", "idempotency_key", "structured"):
+        for name in _NOT_WARMED:
             asked.ClearField(name)
         asked.stop.max_tokens = 1
         if wanted.HasField("pin"):
@@ -132,7 +145,7 @@ class SideCalls(ABC):
             if event.HasField("finished"):
                 finished.CopyFrom(event.finished)
 
-        await self.serve(asked, replace(call, write=take))
+        await self.serve(asked, call.to(take))
         return finished
 
     async def _chain(self, request: pb.GenerateRequest) -> tuple[int, int, worker.PrefixChain]:

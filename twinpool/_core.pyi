@@ -223,9 +223,11 @@ class StepScheduler:
         priority: int = 0,
         arrival: float = 0.0,
         preemptible: bool = True,
+        use_cache: bool = True,
     ) -> int:
         """A sequence whose prompt is computed here. Its longest cached prefix is taken when it is first planned
-        (at least the last prompt token is always computed). ``max_new_tokens`` 0: prefill only, the sequence becomes
+        (at least the last prompt token is always computed; without ``use_cache`` every one is, and its blocks are published as
+        those of any other). ``max_new_tokens`` 0: prefill only, the sequence becomes
         *done* after its sampled token and keeps its blocks until ``remove``. One that is not ``preemptible`` gets all blocks
         that it may ever need at once, and keeps them."""
     def reserve(

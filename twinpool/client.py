@@ -25,6 +25,8 @@ class Completion:
     token_ids: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[list[pb.PositionLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
+    """Of the prompt's positions from 1 on, if asked for."""
     started: pb.GenerateStarted = field(default_factory=pb.GenerateStarted)
     finished: pb.GenerateFinished = field(default_factory=pb.GenerateFinished)
 
@@ -33,6 +35,10 @@ class Completion:
         kind = event.WhichOneof("event")
         if kind == "started":
             self.started = event.started
+        elif kind == "prompt_logprobs":
+            part = event.prompt_logprobs
+            # A stream that was resumed before its first token begins again.
+            self.prompt_logprobs[part.offset - 1 :] = part.positions
         elif kind == "tokens":
             self.add(event.tokens)
         elif kind == "finished":
@@ -63,6 +69,7 @@ def request(
     temperature: float | None = None,
     n: int = 1,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
@@ -86,6 +93,8 @@ def request(
         message.stop.max_tokens = max_tokens
     if logprobs is not None:
         message.logprobs = logprobs
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs
     message.stop.stop_strings.extend(stop)
     message.stop.stop_token_ids.extend(stop_token_ids)
     message.stop.ignore_eos = ignore_eos

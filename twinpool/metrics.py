@@ -30,6 +30,7 @@ from twinpool.metric_endpoint import start_http as start_http
 
 BUILD_INFO: Final = Info("twinpool_build", "Version of the process.")
 BUILD_INFO.info({"version": __version__, "python": platform.python_version()})
+AUDIT_WRITE_FAILURES = Counter("twinpool_audit_write_failures", "Audit lines that their file did not get.")
 
 # --- router: requests ---------------------------------------------------------------------
 

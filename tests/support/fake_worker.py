@@ -268,6 +268,10 @@ class FakeWorker(PinningWorker):
         await asyncio.sleep(script.prefill_seconds)
         if script.prefill_gate is not None:
             await script.prefill_gate.wait()
+        failed = script.fail_prefill is not None
+        for scored in job.scored(script)[: script.scored_before_failure if failed else None]:
+            if "prompt_scored" not in script.silent:
+                session.send(prompt_scored=scored)
         if script.fail_prefill is not None:
             self._fail(session, job, script.fail_prefill)
         return script.fail_prefill is None
@@ -280,7 +284,8 @@ class FakeWorker(PinningWorker):
         if self.cache is not None:
             if command.HasField("prefix"):
                 done.fetched.CopyFrom(self._fetch(self.cache, command))
-            done.cached_tokens = self.cache.use_prompt(command.prompt)
+            found = self.cache.use_prompt(command.prompt)
+            done.cached_tokens = 0 if command.draw.HasField("prompt_logprobs") else found
         if "prefill_done" not in script.silent:
             session.send(prefill_done=done)
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from twinpool.config.audit import AuditConfig
 from twinpool.config.base import Section
 from twinpool.config.pools import ControlSection, PoolsSection
 from twinpool.config.router import RouterSection
@@ -62,6 +63,7 @@ class TwinpoolConfig(BaseSettings):
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     tls: TlsConfig = Field(default_factory=TlsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    audit: AuditConfig = Field(default_factory=AuditConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
 

@@ -277,6 +277,7 @@ class DrawSpec(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAWN_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices."""
     logprobs: _builtins.int
@@ -287,6 +288,10 @@ class DrawSpec(_message.Message):
     """
     grammar: _builtins.str
     """What the output must follow, as llguidance reads it; empty: anything."""
+    prompt_logprobs: _builtins.int
+    """Alternatives to report for each position of the prompt but the first, by whoever computes it, who takes nothing of it from a
+    cache then; unset: no log-probabilities of the prompt. Not together with `drawn`.
+    """
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """All fields set; defaults already filled in."""
@@ -309,14 +314,20 @@ class DrawSpec(_message.Message):
         logprobs: _builtins.int | None = ...,
         drawn: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "drawn", b"drawn", "grammar", b"grammar", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "drawn", b"drawn", "grammar", b"grammar", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___DrawSpec: _TypeAlias = DrawSpec  # noqa: Y015
 
@@ -556,6 +567,7 @@ class SessionResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -588,6 +600,10 @@ class SessionResponse(_message.Message):
     def load(self) -> Global___LoadReport:
         """The worker's load, sent when it changes."""
 
+    @_builtins.property
+    def prompt_scored(self) -> Global___PromptScored:
+        """Log-probabilities of positions of the prompt, in order; all of them come before PrefillDone."""
+
     def __init__(
         self,
         *,
@@ -599,12 +615,13 @@ class SessionResponse(_message.Message):
         failed: Global___AttemptFailed | None = ...,
         cancelled: Global___Cancelled | None = ...,
         load: Global___LoadReport | None = ...,
+        prompt_scored: Global___PromptScored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_scored", b"prompt_scored", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_scored", b"prompt_scored", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "reserved", "prefill_done", "handoff_done", "step", "failed", "cancelled", "load"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "reserved", "prefill_done", "handoff_done", "step", "failed", "cancelled", "load", "prompt_scored"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -741,6 +758,36 @@ class PrefixFetched(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_blocks) -> _WhichOneofReturnType__owner_blocks | None: ...
 
 Global___PrefixFetched: _TypeAlias = PrefixFetched  # noqa: Y015
+
+@_typing.final
+class PromptScored(_message.Message):
+    """Some of the prompt's positions are computed, and their log-probabilities were asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def id(self) -> Global___AttemptId:
+        """The attempt."""
+
+    @_builtins.property
+    def logprobs(self) -> _inference_pb2.PromptLogprobs:
+        """Of at most 256 positions. Without `first_token_id`."""
+
+    def __init__(
+        self,
+        *,
+        id: Global___AttemptId | None = ...,
+        logprobs: _inference_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptScored: _TypeAlias = PromptScored  # noqa: Y015
 
 @_typing.final
 class PrefillDone(_message.Message):

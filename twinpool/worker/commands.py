@@ -102,6 +102,11 @@ class Draw:
         """Tokens that a choice may still have."""
         return self.params.max_tokens - self.drawn
 
+    @property
+    def use_cache(self) -> bool:
+        """Whether whoever computes the prompt may take its beginning from a cache, which holds no logits."""
+        return self.params.prompt_logprobs is None
+
     def sequence(
         self,
         prompt: Prompt,
@@ -347,6 +352,7 @@ def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
             grammar=spec.grammar,
             logprobs=spec.logprobs if spec.HasField("logprobs") else None,
+            prompt_logprobs=spec.prompt_logprobs if spec.HasField("prompt_logprobs") else None,
         )
         params.check_vocabulary(limits.vocab_size)
     except DrawParamsError as error:
@@ -356,6 +362,8 @@ def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
             f"draw.drawn is {spec.drawn} with n {spec.n} and max_tokens {params.max_tokens};"
             " it needs one choice and a token that is left to draw"
         )
+    if spec.drawn and params.prompt_logprobs is not None:
+        raise _invalid(f"draw.prompt_logprobs is set with draw.drawn {spec.drawn}: who has tokens has them")
     return Draw(params, spec.n, spec.drawn, grammars)
 
 

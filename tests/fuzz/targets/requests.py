@@ -46,6 +46,7 @@ METHODS: list[tuple[str, type]] = [
     ("InferenceService/GetUsage", pb.GetUsageRequest),
     ("RouterService/InspectRouter", router_pb2.InspectRouterRequest),
     ("RouterService/FetchRecording", router_pb2.FetchRecordingRequest),
+    ("ChatService/Resume", chat_pb2.ChatServiceResumeRequest),
     ("InferenceService/Release", pb.ReleaseRequest),
 ]
 KINDS = [kind for _, kind in METHODS]
@@ -182,6 +183,9 @@ def seeds() -> list[bytes]:
         pb.GetUsageRequest(tenant="t"),
         router_pb2.InspectRouterRequest(),
         router_pb2.FetchRecordingRequest(),
+        chat_pb2.ChatServiceResumeRequest(
+            token=b"\x01" + bytes(40), positions=[chat_pb2.ChatPosition(next_index=3, told=2, checksum=1)]
+        ),
     ]
     return [bytes([KINDS.index(type(made))]) + made.SerializeToString() for made in requests]
 
