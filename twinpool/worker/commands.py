@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a router may ask of a worker, checked once more on arrival.
 
-The router has validated the request already. The worker checks again what would otherwise corrupt its
-state or another request's answer: a router of another version, or a bug in one, must not be able to
-publish a prompt under the wrong hash.
+The router has validated the request already. The worker checks again what would otherwise corrupt its state or another
+request's answer: a router of another version, or a bug in one, must not be able to publish a prompt under the wrong hash.
 """
 
 from dataclasses import dataclass
@@ -313,9 +312,7 @@ def _attempt(message: pb.AttemptId) -> AttemptKey:
 
 
 def _deadline(command: pb.PrefillCommand | pb.DecodeCommand) -> float | None:
-    if not command.HasField("deadline"):
-        return None
-    return command.deadline.ToNanoseconds() / 1e9
+    return command.deadline.ToNanoseconds() / 1e9 if command.HasField("deadline") else None
 
 
 def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
