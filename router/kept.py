@@ -43,6 +43,7 @@ class Kept:
     parked: PortableState | None = None
     ending: TwinpoolError | None = None
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+    counted: dict[int, int] = field(default_factory=dict)  # see ``usage.Meter``
 
     @property
     def grace(self) -> float:

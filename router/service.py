@@ -127,6 +127,7 @@ class InferenceService(SideCalls):
         if kept is None:
             tally.end(None)
             return
+        meter.counted = kept.counted
         had: Sequence[int] = ()
         if turn is not None:
             turn.stream.open(kept.prepared, kept.journal.text_before)
@@ -149,6 +150,7 @@ class InferenceService(SideCalls):
         request.tenant = self._tenants.admit(call.caller, request.tenant)
 
         def opened(kept: Kept) -> None:
+            meter.counted = kept.counted
             if turn is not None:
                 turn.open(kept.prepared, kept.journal.text_before)
 

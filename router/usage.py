@@ -99,13 +99,15 @@ class Meter:
         self._ended = "incomplete"
         self.resumed = False
         """Whether the stream reads an answer that was counted as a request where it began."""
+        self.counted: dict[int, int] = {}
+        """Of each choice, the offset behind the tokens that are counted: what a client left unread comes twice."""
 
     async def write(self, event: pb.GenerateResponse) -> None:
         """Sends an event, then counts it."""
         await self._write(event)
         kind = event.WhichOneof("event")
         if kind == "tokens":
-            self._used.completion_tokens += len(event.tokens.token_ids)
+            self._count(event.tokens)
         elif kind == "finished":
             usage = event.finished.usage
             self._used.cached_tokens = max(usage.cached_tokens, usage.decode_cached_tokens)
@@ -113,6 +115,12 @@ class Meter:
         elif kind == "started":
             self._request_id, self._model = event.started.request_id, event.started.model
             self._used.requests, self._used.prompt_tokens = 1, event.started.prompt_tokens
+
+    def _count(self, tokens: pb.GenerateTokens) -> None:
+        end = tokens.offset + len(tokens.token_ids)
+        counted = self.counted.get(tokens.index, tokens.offset)
+        self.counted[tokens.index] = max(counted, end)
+        self._used.completion_tokens += max(0, end - counted)
 
     def end(self) -> None:
         """The stream has ended."""

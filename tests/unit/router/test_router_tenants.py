@@ -288,12 +288,12 @@ async def test_usage(model: Path, tmp_path: Path) -> None:
         assert usage == pb.GetUsageResponse(tenant="blue")
         with pytest.raises(grpc.aio.AioRpcError, match="another tenant"):
             await cluster.stub.GetUsage(pb.GetUsageRequest(tenant="blue"), metadata=bearer(RED))
-        # A request that is repeated under its key attaches to the first one: its tokens are sent again, and it is no other request.
+        # A request that is repeated under its key attaches to the first one: what is sent again is not counted again.
         keyed = generate(prompt(20), max_tokens=9, idempotency_key="k")
         for _ in range(2):
             assert await reason(cluster, keyed, BLUE) == ""
         twice = cluster.router.usage.totals("blue")
-        assert (twice.requests, twice.prompt_tokens, twice.completion_tokens) == (1, 20, 8)
+        assert (twice.requests, twice.prompt_tokens, twice.completion_tokens) == (1, 20, 4)
         # One that the client has left is counted up to there.
         cluster.workers["d0"].script.hold_after_tokens = 2
         call = cluster.stub.Generate(generate(prompt(30), max_tokens=30), metadata=bearer(RED))
