@@ -162,6 +162,25 @@ def test_a_longer_drain_makes_for_a_longer_grace(helm: Helm) -> None:
     assert graces["rel-twinpool-tiny-prefill"] == 75
 
 
+def test_a_changed_file_makes_for_new_pods(helm: Helm) -> None:
+    """Processes read their file at the start."""
+
+    def sums(values: dict[str, Any]) -> dict[str, str]:
+        docs = helm.docs(merged(EVERYTHING, values))
+        return {
+            doc["metadata"]["name"]: pod["metadata"]["annotations"]["checksum/config"]
+            for doc, pod, _ in served(docs)
+        }
+
+    before = sums({})
+    assert sums({"monitoring": {"rules": {"queueRequests": 7}}}) == before
+    after = sums({"config": {"log": {"level": "debug"}}})
+    assert len(before) == 6
+    assert not [name for name in before if before[name] == after[name]]
+    one = sums({"models": {"tiny": {"decode": {"config": {"log": {"level": "debug"}}}}}})
+    assert [name for name in before if before[name] != one[name]] == ["rel-twinpool-tiny-decode"]
+
+
 def test_all_processes_mean_the_same_cluster(docs: list[Doc], tmp_path: Path) -> None:
     found = {
         config_of(docs, pod, container, tmp_path, doc["metadata"]["name"]).cluster.model_dump_json()

@@ -67,6 +67,20 @@ def test_what_the_design_has_is_allowed_and_nothing_else(everything: list[Doc]) 
     assert allowed(everything) == design()
 
 
+def test_each_end_by_itself_is_no_wider(everything: list[Doc]) -> None:
+    """Of a connection that one end allows and the other does not nothing would be seen above."""
+    policies, ends = Policies(everything), pods(everything)
+    inside = {end.name for end in ends}
+    wanted = {edge for edge in design() if edge[0] in inside}
+    # Anybody may come to a router; who may go there is said by the other end.
+    clients = {(end.name, "router", port) for end in ends for port in (GRPC, HTTP)}
+    pairs = [(one, two, port) for one in ends for two in ends for port in PORTS]
+    into = {(one.name, two.name, port) for one, two, port in pairs if policies.lets("ingress", two, one, port)}
+    out = {(one.name, two.name, port) for one, two, port in pairs if policies.lets("egress", one, two, port)}
+    assert into == wanted | clients
+    assert out == wanted
+
+
 def test_without_policies_everything_would_be_allowed(helm: Helm) -> None:
     """Else the comparison above would say nothing."""
     docs = helm.docs(merged(EVERYTHING, nested({"networkPolicy.enabled": False})))

@@ -122,6 +122,15 @@ def test_two_releases_share_a_namespace(helm: Helm, everything: list[Doc], other
             assert not any(picks(selector, labels) for labels in (*pods, *services)), what
 
 
+def test_names_of_releases_never_meet(helm: Helm) -> None:
+    """Also where a release is called as the chart, or as another one's objects."""
+    seen: set[tuple[str, str]] = set()
+    for release in ("rel", "twinpool", "rel-twinpool", "twinpool-router", "a" * 40, "a" * 41):
+        names = {(doc["kind"], doc["metadata"]["name"]) for doc in helm.docs(EVERYTHING, release=release)}
+        assert not seen & names
+        seen |= names
+
+
 def test_a_workload_picks_its_own_pods_and_no_others(everything: list[Doc]) -> None:
     pods = [(doc["metadata"]["name"], pod["metadata"]["labels"]) for doc, pod in workloads(everything)]
     for doc, _ in workloads(everything):

@@ -81,8 +81,12 @@ class Policies:
             self._policies, "ingress", target, source, port, protocol
         )
 
+    def lets(self, side: str, at: End, peer: End, port: int, protocol: str = "TCP") -> bool:
+        """Whether one end alone lets a connection with ``peer`` pass; ``side``: ingress or egress."""
+        return _passes(self._policies, side, at, peer, port, protocol)
+
     def edges(self, ends: Sequence[End], ports: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-        """(source, target, port) of every connection between different ends, or two of a kind, that is allowed."""
+        """(source, target, port) of every connection that is allowed; two pods of a kind have one name."""
         for source in ends:
             for target in ends:
                 for port in ports:
