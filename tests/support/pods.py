@@ -24,6 +24,9 @@ Doc = dict[str, Any]
 Files = Mapping[str, bytes]
 NAMESPACE: Final = "ns"
 STOP_SECONDS: Final = 60.0
+_ROOT: Final = os.environ.get("TWINPOOL_ROOTFS", "")
+BINARIES: Final = f"{_ROOT}/opt/twinpool/bin:{_ROOT}/usr/bin" if _ROOT else str(Path(sys.executable).parent)
+"""Of the installation that runs the tests, or of one that deploy/docker/rootfs.sh has built."""
 _NUMBER: Final = os.getpid()
 ADDRESSES: Final = tuple(f"127.{1 + (_NUMBER >> 8) % 254}.{_NUMBER % 256}.{last}" for last in range(1, 33))
 """Those of the pods; test processes that run side by side have others."""
@@ -58,7 +61,7 @@ class World:
     def __init__(self, docs: list[Doc], directory: Path, secrets: Mapping[str, Files]) -> None:
         """``secrets``: those that somebody else makes."""
         self.docs = docs
-        self._directory = directory
+        self.directory = directory
         self._secrets = dict(secrets)
         self.pods: dict[str, Pod] = {}
         for doc, template in workloads(docs):
@@ -88,7 +91,7 @@ class World:
     def _add(self, doc: Doc, template: Doc) -> None:
         name = doc["metadata"]["name"] + ("-0" if doc["kind"] == "StatefulSet" else "")
         spec = template["spec"]
-        home = self._directory / name
+        home = self.directory / name
         sources = {volume["name"]: volume for volume in spec["volumes"]}
         mounts: dict[str, Path] = {}
         claims = [claim["metadata"]["name"] for claim in doc["spec"].get("volumeClaimTemplates", [])]
@@ -122,6 +125,10 @@ class World:
         coded = {key: base64.b64decode(value) for key, value in doc.get("data", {}).items()}
         return coded | {key: value.encode() for key, value in doc.get("stringData", {}).items()}
 
+    def set_secret(self, name: str, content: Files) -> None:
+        """What processes that start from now on get of a Secret in their environment."""
+        self._secrets[name] = content
+
     def _find(self, kind: str, name: str) -> Doc:
         (found,) = (doc for doc in self.docs if doc["kind"] == kind and doc["metadata"]["name"] == name)
         return found
@@ -152,8 +159,7 @@ class World:
     def environment(self, pod: Pod, container: Doc) -> dict[str, str]:
         """The variables of a container, as Kubernetes makes them."""
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        env |= {key: os.environ[key] for key in ("PYTHONPATH", "LD_LIBRARY_PATH") if key in os.environ}
+        env = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
         for entry in container.get("env", []):
             if "value" in entry:
                 value = re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], entry["value"])
@@ -179,7 +185,7 @@ class World:
     def start(self, pod: Pod, container: str = "") -> subprocess.Popen[bytes]:
         """Starts a container's process."""
         doc = pod.container(container)
-        log = (self._directory / f"{pod.name}-{doc['name']}.log").open("ab")
+        log = (self.directory / f"{pod.name}-{doc['name']}.log").open("ab")
         with log:
             process = subprocess.Popen(
                 self.command(pod, doc),
@@ -187,7 +193,7 @@ class World:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=self._directory,
+                cwd=self.directory,
             )
         pod.processes[doc["name"]] = process
         return process
@@ -214,7 +220,7 @@ class World:
 
     def log(self, pod: Pod, container: str = "") -> str:
         """The end of what a container has written."""
-        path = self._directory / f"{pod.name}-{pod.container(container)['name']}.log"
+        path = self.directory / f"{pod.name}-{pod.container(container)['name']}.log"
         return path.read_text(errors="replace")[-3000:]
 
     # --- who talks to whom

@@ -3,7 +3,7 @@
 # Wants ROOT_PASSWORD, USER_NAME, USER_PASSWORD, KEY_PREFIX, DONE_FILE, and the ETCDCTL_ variables of endpoint and TLS.
 set -eu
 export ETCDCTL_API=3
-trap 'exit 0' TERM INT
+trap 'rm -f "$DONE_FILE"; exit 0' TERM INT
 
 as_root() { ETCDCTL_USER="root:$ROOT_PASSWORD" etcdctl "$@"; }
 run() { if [ "$enabled" = yes ]; then as_root "$@"; else etcdctl "$@"; fi; }
