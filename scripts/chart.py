@@ -80,7 +80,8 @@ def _options() -> dict[str, Any]:
 def readme() -> str:
     """The chart's README: its head, and a row for each value."""
     rows = "\n".join(
-        f"| `{key}` | {_shown(default)} | {text} |" for key, default, text in documented(CHART / "values.yaml")
+        f"| `{key}` | {_shown(default)} | {text} |"
+        for key, default, text in documented(CHART / "values.yaml")
     )
     head = (HELM / "README.in.md").read_text()
     return f"{head}\n## Values\n\n| value | default | meaning |\n|---|---|---|\n{rows}\n"

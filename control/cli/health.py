@@ -26,7 +26,8 @@ def health(
         str, typer.Option(help="What is asked: live, a service's full name, or nothing for the process.")
     ] = "",
     role: Annotated[
-        str, typer.Option(help="What its certificate must name where tls.role_domain is set: router, worker ...")
+        str,
+        typer.Option(help="What its certificate must name where tls.role_domain is set: router, worker ..."),
     ] = "",
     timeout: Annotated[float, typer.Option(help="Longest wait, in seconds.", min=0.1)] = TIMEOUT_SECONDS,
     config: Annotated[

@@ -121,7 +121,11 @@ def test_probes_ask_the_port_that_is_listened_on(helm: Helm) -> None:
     for values in (EVERYTHING, merged(EVERYTHING, {"tls": {"enabled": False}})):
         for _, _, container in served(helm.docs(values)):
             (port,) = (port["containerPort"] for port in container["ports"] if port["name"] == "grpc")
-            for probe, service in (("startupProbe", "live"), ("livenessProbe", "live"), ("readinessProbe", "")):
+            for probe, service in (
+                ("startupProbe", "live"),
+                ("livenessProbe", "live"),
+                ("readinessProbe", ""),
+            ):
                 found = container[probe]
                 if "grpc" in found:
                     assert found["grpc"] == {"port": port} | ({"service": service} if service else {})

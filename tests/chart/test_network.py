@@ -75,7 +75,9 @@ def test_each_end_by_itself_is_no_wider(everything: list[Doc]) -> None:
     # Anybody may come to a router; who may go there is said by the other end.
     clients = {(end.name, "router", port) for end in ends for port in (GRPC, HTTP)}
     pairs = [(one, two, port) for one in ends for two in ends for port in PORTS]
-    into = {(one.name, two.name, port) for one, two, port in pairs if policies.lets("ingress", two, one, port)}
+    into = {
+        (one.name, two.name, port) for one, two, port in pairs if policies.lets("ingress", two, one, port)
+    }
     out = {(one.name, two.name, port) for one, two, port in pairs if policies.lets("egress", one, two, port)}
     assert into == wanted | clients
     assert out == wanted

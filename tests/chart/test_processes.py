@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pods of the chart as processes: they start, are live and ready by their probes, answer, and end."""
 
+import asyncio
 import shutil
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +46,12 @@ def secrets_of(docs: list[Doc]) -> dict[str, dict[str, bytes]]:
     return found
 
 
+def page(url: str) -> bytes:
+    """What HTTP answers. Raises OSError, also for a status of failure."""
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return bytes(answer.read())
+
+
 async def ready(world: World, pod: Pod, kind: str = "readinessProbe") -> bool:
     """What the kubelet's probe of the pod's first container says."""
     probe = pod.container()[kind]
@@ -55,8 +61,7 @@ async def ready(world: World, pod: Pod, kind: str = "readinessProbe") -> bool:
         ports = {port["name"]: port["containerPort"] for port in pod.container()["ports"]}
         url = f"http://{pod.ip}:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return bool(answer.status == 200)
+            return bool(page(url))
         except OSError:
             return False
     asked = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
@@ -120,7 +125,10 @@ def unknown_connections(world: World) -> set[tuple[str, str, int]]:
     wanted = {("router", "prefill"), ("router", "decode"), ("decode", "prefill")}
     wanted |= {(part, "etcd") for part in PARTS}
     assert wanted <= kinds, kinds
-    assert {port for source, target, port in seen if (source, target) == ("router", "decode")} >= {50052, 5557}
+    assert {port for source, target, port in seen if (source, target) == ("router", "decode")} >= {
+        50052,
+        5557,
+    }
     assert any(18500 <= port <= 18531 for _, _, port in seen), seen
     return {edge for edge, allowed in seen.items() if not allowed}
 
@@ -159,13 +167,13 @@ async def test_a_release_answers_and_ends(world: World) -> None:
     router = world.of("router")
     world.run(world.of("test"))
     async with Client(f"{router.ip}:50051") as client:
-        answer = await client.complete(request(prompt="a prompt that is long enough for blocks", max_tokens=4))
+        answer = await client.complete(
+            request(prompt="a prompt that is long enough for blocks", max_tokens=4)
+        )
         assert answer.finished.usage.completion_tokens == 4
-    with urllib.request.urlopen(f"http://{router.ip}:8000/v1/models", timeout=10) as models:
-        assert b'"tiny"' in models.read()
+    assert b'"tiny"' in page(f"http://{router.ip}:8000/v1/models")
     for part in ("router", "prefill", "decode"):
-        with urllib.request.urlopen(f"http://{world.of(part).ip}:9090/metrics", timeout=10) as metrics:
-            assert b"twinpool_membership_registered 1.0" in metrics.read()
+        assert b"twinpool_membership_registered 1.0" in page(f"http://{world.of(part).ip}:9090/metrics")
     check_store(world)
     assert unknown_connections(world) == set()
     for part in ("router", "decode", "prefill", "control"):
@@ -188,9 +196,11 @@ async def test_a_release_with_mutual_tls_answers(world: World) -> None:
         server_name="rel-twinpool-router.ns.svc",
     )
     async with Client(f"{router.ip}:50051", tls=tls) as client:
-        answer = await client.complete(request(prompt="a prompt that is long enough for blocks", max_tokens=4))
+        answer = await client.complete(
+            request(prompt="a prompt that is long enough for blocks", max_tokens=4)
+        )
         assert answer.finished.usage.completion_tokens == 4
-    plain = subprocess.run(["twinpool", "health", f"{router.ip}:50051"], capture_output=True, check=False)
-    assert plain.returncode == 3, plain.stderr
+    plain = await asyncio.create_subprocess_exec("twinpool", "health", f"{router.ip}:50051")
+    assert await plain.wait() == 3
     check_store(world)
     assert unknown_connections(world) == set()

@@ -160,14 +160,22 @@ def test_switches_and_zeros_of_a_model_go_before_those_of_its_role(helm: Helm) -
         "config": {"kv": {"host_blocks": 7}},
     }
     docs = helm.docs(merged(base, {"models": {"m": model}}))
-    (pool,) = (doc for doc in docs if doc["metadata"]["name"] == "rel-twinpool-m-prefill" and doc["kind"] == "StatefulSet")
+    (pool,) = (
+        doc
+        for doc in docs
+        if doc["metadata"]["name"] == "rel-twinpool-m-prefill" and doc["kind"] == "StatefulSet"
+    )
     assert pool["spec"]["replicas"] == 0
     assert not [
         doc
         for doc in docs
         if doc["kind"] == "PodDisruptionBudget" and doc["metadata"]["name"].endswith("-m-prefill")
     ]
-    (config,) = (doc for doc in docs if doc["metadata"]["name"] == "rel-twinpool-m-prefill" and doc["kind"] == "ConfigMap")
+    (config,) = (
+        doc
+        for doc in docs
+        if doc["metadata"]["name"] == "rel-twinpool-m-prefill" and doc["kind"] == "ConfigMap"
+    )
     told = yaml.safe_load(config["data"]["config.yaml"])
     assert told["router"]["early_rejection"] is False
     assert told["kv"]["host_blocks"] == 0

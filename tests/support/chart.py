@@ -81,7 +81,12 @@ class Helm:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A helm command."""
         return subprocess.run(
-            [self._binary, *arguments], capture_output=True, text=True, timeout=120, check=False, env=self._env
+            [self._binary, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=self._env,
         )
 
     def text(
@@ -161,7 +166,10 @@ EVERYTHING: Final = nested(
             "path": "/models/chat",
             "volume": {"persistentVolumeClaim": {"claimName": "weights", "readOnly": True}},
             "subPath": "chat",
-            "prefill": {"gpu": {"count": 1}, "rdma": {"count": 1, "networks": "rdma-net", "devices": "mlx5_0:1"}},
+            "prefill": {
+                "gpu": {"count": 1},
+                "rdma": {"count": 1, "networks": "rdma-net", "devices": "mlx5_0:1"},
+            },
         },
         # Else each rendering has other passwords.
         "etcd.auth.existingSecret": "etcd-passwords",

@@ -78,7 +78,9 @@ class World:
     def __exit__(self, *_: object) -> None:
         for pod in self.pods.values():
             for process in pod.processes.values():
-                for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+                for child in (
+                    psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+                ):
                     child.kill()
                 process.kill()
                 process.wait()

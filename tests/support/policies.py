@@ -47,9 +47,7 @@ def _in_ports(rule: Doc, port: int, protocol: str) -> bool:
     )
 
 
-def _passes(
-    policies: list[Doc], side: str, at: End, peer: End, port: int, protocol: str
-) -> bool:
+def _passes(policies: list[Doc], side: str, at: End, peer: End, port: int, protocol: str) -> bool:
     kind, key = ("Ingress", "from") if side == "ingress" else ("Egress", "to")
     ours = [
         policy

@@ -54,13 +54,19 @@ async def test_a_role_has_to_exist(server: tuple[rpc.Server, int]) -> None:
     assert "worker" in result.output
 
 
-async def test_it_shows_its_certificate_and_expects_the_role(tmp_path: Path) -> None:
+def certificate(directory: Path) -> dict[str, str]:
+    """The files of a worker."""
     ca = trustme.CA()
-    files = {name: str(tmp_path / name) for name in ("cert_file", "key_file", "ca_file")}
+    files = {name: str(directory / name) for name in ("cert_file", "key_file", "ca_file")}
     leaf = ca.issue_cert(f"worker.{DOMAIN}", common_name="worker")
     Path(files["cert_file"]).write_bytes(b"".join(pem.bytes() for pem in leaf.cert_chain_pems))
     Path(files["key_file"]).write_bytes(leaf.private_key_pem.bytes())
     Path(files["ca_file"]).write_bytes(ca.cert_pem.bytes())
+    return files
+
+
+async def test_it_shows_its_certificate_and_expects_the_role(tmp_path: Path) -> None:
+    files = certificate(tmp_path)
     process = rpc.Server(RpcConfig(), TlsConfig(**files, role_domain=DOMAIN))
     port = process.bind("127.0.0.1")
     await process.start()
