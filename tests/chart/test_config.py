@@ -65,7 +65,9 @@ def config_of(docs: list[Doc], pod: Doc, container: Doc, tmp_path: Path, name: s
     """What the product makes of the file and the environment."""
     file = tmp_path / f"{name}.yaml"
     file.write_text(file_of(docs, pod))
-    return load_config(file, env=environment(container, name))
+    env = environment(container, name)
+    assert Path(env["TWINPOOL_CONFIG"]).parent in {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+    return load_config(None, env=env | {"TWINPOOL_CONFIG": str(file)})
 
 
 def test_every_file_is_valid_for_the_command(docs: list[Doc], tmp_path: Path) -> None:

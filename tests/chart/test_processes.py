@@ -3,6 +3,7 @@
 
 import asyncio
 import shutil
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,17 @@ def unknown_connections(world: World) -> set[tuple[str, str, int]]:
     return {edge for edge, allowed in seen.items() if not allowed}
 
 
+async def check_operator(world: World) -> None:
+    """Commands in the controller's pod, as `kubectl exec` runs them: lists, and a drain that ends a worker's process."""
+    control = world.of("control")
+    decode = world.of("decode")
+    listed = await world.execute(control, "twinpool", "get", "workers", "-o", "name")
+    assert listed.split() == [decode.name, world.of("prefill").name]
+    process = decode.processes["decode"]
+    await world.execute(control, "twinpool", "drain", decode.name, "--yes", "--wait")
+    assert await asyncio.to_thread(process.wait, START_SECONDS) == 0, world.log(decode)
+
+
 def check_store(world: World) -> None:
     """The product's user may touch the keys of its cluster, and nobody else any."""
     pod = world.of("router")
@@ -176,7 +188,8 @@ async def test_a_release_answers_and_ends(world: World) -> None:
         assert b"twinpool_membership_registered 1.0" in page(f"http://{world.of(part).ip}:9090/metrics")
     check_store(world)
     assert unknown_connections(world) == set()
-    for part in ("router", "decode", "prefill", "control"):
+    await check_operator(world)
+    for part in ("router", "prefill", "control"):
         assert world.stop(world.of(part)) == 0, world.log(world.of(part))
     assert world.stop(world.of("etcd"), "auth") == 0
 
@@ -200,7 +213,9 @@ async def test_a_release_with_mutual_tls_answers(world: World) -> None:
             request(prompt="a prompt that is long enough for blocks", max_tokens=4)
         )
         assert answer.finished.usage.completion_tokens == 4
-    plain = await asyncio.create_subprocess_exec("twinpool", "health", f"{router.ip}:50051")
+    command = (sys.executable, "-m", "twinpool.control.cli.main", "health", f"{router.ip}:50051")
+    plain = await asyncio.create_subprocess_exec(*command)
     assert await plain.wait() == 3
     check_store(world)
     assert unknown_connections(world) == set()
+    await check_operator(world)

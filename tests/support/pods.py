@@ -5,9 +5,11 @@ A pod gets a loopback address of its own, so that the fixed ports of the chart a
 process is told keeps its form: only paths of mounts, the names of services and a pod's own 0.0.0.0 and 127.0.0.1 are replaced.
 """
 
+import asyncio
 import base64
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +215,18 @@ class World:
         words = [self.translate(pod, word) for word in command]
         env = self.environment(pod, container)
         return subprocess.run(words, env=env, capture_output=True, timeout=60, check=False).returncode == 0
+
+    async def execute(self, pod: Pod, *command: str) -> str:
+        """Runs a command in a pod's first container; what it prints."""
+        env = self.environment(pod, pod.container())
+        found = shutil.which(command[0], path=env["PATH"])
+        assert found is not None
+        process = await asyncio.create_subprocess_exec(
+            found, *command[1:], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        said, complained = await process.communicate()
+        assert process.returncode == 0, f"{command}: {process.returncode}\n{complained.decode()}"
+        return said.decode()
 
     def stop(self, pod: Pod, container: str = "") -> int:
         """SIGTERM, as the kubelet sends it; the exit status."""

@@ -65,6 +65,9 @@ securityContext:
 {{- define "twinpool.env" -}}
 - name: HOME
   value: /tmp
+# Also for commands that are run in the pod.
+- name: TWINPOOL_CONFIG
+  value: /etc/twinpool/config/config.yaml
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_IP
@@ -77,6 +80,9 @@ securityContext:
   value: $(POD_NAME)
 - name: TWINPOOL_METRICS__HOST
   value: $(POD_IP)
+{{- else }}
+- name: TWINPOOL_CONTROL
+  value: $(POD_IP):{{ int64 .root.Values.ports.control }}
 {{- end }}
 {{- end -}}
 
@@ -90,7 +96,7 @@ securityContext:
     command:
       - /bin/sh
       - -c
-      - exec twinpool health "$POD_IP" --port {{ int64 $.port }} --role {{ include "twinpool.certificateRole" $ }} --service "{{ $service }}" --config /etc/twinpool/config/config.yaml
+      - exec twinpool health "$POD_IP" --port {{ int64 $.port }} --role {{ include "twinpool.certificateRole" $ }} --service "{{ $service }}"
   timeoutSeconds: 10
   {{- else }}
   grpc:
