@@ -3,7 +3,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import grpc
 import typer
@@ -56,7 +56,7 @@ async def _ask(
     endpoint: str, service: str, config: TwinpoolConfig, role: PeerRole | None, timeout: float
 ) -> str:
     async with channel(endpoint, config.rpc, config.tls, role=role) as connection:
-        stub = health_pb2_grpc.HealthStub(connection)
+        stub: Any = health_pb2_grpc.HealthStub(connection)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return name

@@ -66,7 +66,9 @@ def config_of(docs: list[Doc], pod: Doc, container: Doc, tmp_path: Path, name: s
     file = tmp_path / f"{name}.yaml"
     file.write_text(file_of(docs, pod))
     env = environment(container, name)
-    assert Path(env["TWINPOOL_CONFIG"]).parent in {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+    assert Path(env["TWINPOOL_CONFIG"]).parent in {
+        Path(mount["mountPath"]) for mount in container["volumeMounts"]
+    }
     return load_config(None, env=env | {"TWINPOOL_CONFIG": str(file)})
 
 

@@ -185,6 +185,7 @@ EVERYTHING: Final = nested(
         },
         "monitoring.serviceMonitor.enabled": True,
         "monitoring.rules.enabled": True,
+        "monitoring.dashboards.enabled": True,
         "priorityClasses.create": True,
         "router.resumeKeySecret": "resume",
     }
