@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundled etcd: its users, a password that changes, a backup and its restore, as docs/operations.md has them."""
 
+import asyncio
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trustme
 
-from tests.support.chart import Helm
-from tests.support.pods import Pod, World
+from tests.support.chart import Doc, Helm
+from tests.support.pods import ADDRESSES, Pod, World
 from tests.support.waiting import until_told
 from twinpool.config import ClusterConfig, load_config
 from twinpool.errors import TwinpoolError
@@ -21,14 +24,32 @@ pytestmark = [pytest.mark.chart, pytest.mark.integration]
 SECRET = "rel-twinpool-etcd-auth"
 
 
+def secured(docs: list[Doc]) -> dict[str, dict[str, bytes]]:
+    """A certificate of etcd's members, with the addresses that their names stand for here."""
+    ca = trustme.CA()
+    (spec,) = (
+        doc["spec"]
+        for doc in docs
+        if doc["kind"] == "Certificate" and doc["metadata"]["name"].endswith("-etcd")
+    )
+    leaf = ca.issue_cert(*spec["dnsNames"], *ADDRESSES, common_name=spec["commonName"])
+    files = {"tls.crt": b"".join(pem.bytes() for pem in leaf.cert_chain_pems)}
+    files |= {"tls.key": leaf.private_key_pem.bytes(), "ca.crt": ca.cert_pem.bytes()}
+    return {spec["secretName"]: files, "rel-twinpool-router-tls": files}
+
+
 @pytest.fixture
-def world(helm: Helm, tmp_path: Path) -> Iterator[World]:
+def world(helm: Helm, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     for binary in ("etcd", "etcdctl"):
         if shutil.which(binary) is None:
             pytest.skip(f"no {binary}")
-    docs = helm.docs({}, "values-dev.yaml")
-    passwords = {"root-password": b"of-root", "password": b"of-the-product"}
-    with World(docs, tmp_path, {SECRET: passwords}) as running:
+    values: dict[str, Any] = getattr(request, "param", {})
+    docs = helm.docs(values, "values-dev.yaml")
+    secrets = {SECRET: {"root-password": b"of-root", "password": b"of-the-product"}}
+    # Of the other roles nothing is started.
+    others = {f"rel-twinpool-{role}-tls": {"tls.crt": b""} for role in ("worker", "control", "operator")}
+    secrets |= {**others, **secured(docs)} if values else {}
+    with World(docs, tmp_path, secrets) as running:
         yield running
 
 
@@ -113,3 +134,30 @@ async def test_users_passwords_and_a_backup(world: World) -> None:
     assert etcdctl(world, etcd, "get", key, ETCDCTL_USER="").returncode != 0
     for one in (store, changed, refused, fresh):
         one.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world", [{"etcd": {"replicas": 3}, "tls": {"enabled": True}}], indirect=True, ids=["three with TLS"]
+)
+async def test_members_find_one_another_and_agree_on_users(world: World) -> None:
+    members = world.all_of("etcd")
+    assert len(members) == 3
+    for member in members:
+        world.start(member, "etcd")
+    # Side by side, as the pods do it: what one has made the others find made.
+    await asyncio.gather(*(users_made(world, member) for member in members))
+    store = connect_store(cluster_of(world, "of-the-product"))
+    key = f"/twinpool/v1/{cluster_of(world, 'of-the-product').name}/kept"
+    store.put(key, b"1")
+    for member in members:
+        seen = etcdctl(world, member, "get", "--print-value-only", key)
+        assert seen.stdout.strip() == "1", seen.stderr
+        assert etcdctl(world, member, "get", key, ETCDCTL_USER="").returncode != 0
+    # Two are a majority: the third one may be away.
+    away = world.pods["rel-twinpool-etcd-0"]
+    world.stop(away, "auth")
+    world.stop(away, "etcd")
+    again = etcdctl(world, members[1], "put", key, "2")
+    assert again.returncode == 0, again.stderr
+    store.close()

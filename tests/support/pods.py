@@ -58,7 +58,7 @@ class Pod:
 
 
 class World:
-    """The pods of a release, one of each workload. Use as a context manager: at its end nothing is left."""
+    """The pods of a release: all of a StatefulSet, one of a Deployment. Use as a context manager: at its end nothing is left."""
 
     def __init__(self, docs: list[Doc], directory: Path, secrets: Mapping[str, Files]) -> None:
         """``secrets``: those that somebody else makes."""
@@ -67,7 +67,9 @@ class World:
         self._secrets = dict(secrets)
         self.pods: dict[str, Pod] = {}
         for doc, template in workloads(docs):
-            self._add(doc, template)
+            members = doc["spec"].get("replicas", 1) if doc["kind"] == "StatefulSet" else 1
+            for number in range(members):
+                self._add(doc, template, f"-{number}" if doc["kind"] == "StatefulSet" else "")
         self._hosts = self._names()
         for pod in self.pods.values():
             config = pod.mounts.get("/etc/twinpool/config", directory) / "config.yaml"
@@ -89,11 +91,15 @@ class World:
 
     def of(self, component: str) -> Pod:
         """The pod that plays a part."""
-        (found,) = (pod for pod in self.pods.values() if pod.component == component)
+        (found,) = self.all_of(component)
         return found
 
-    def _add(self, doc: Doc, template: Doc) -> None:
-        name = doc["metadata"]["name"] + ("-0" if doc["kind"] == "StatefulSet" else "")
+    def all_of(self, component: str) -> list[Pod]:
+        """The pods that play a part."""
+        return [pod for pod in self.pods.values() if pod.component == component]
+
+    def _add(self, doc: Doc, template: Doc, ending: str) -> None:
+        name = doc["metadata"]["name"] + ending
         spec = template["spec"]
         home = self.directory / name
         sources = {volume["name"]: volume for volume in spec["volumes"]}
