@@ -91,14 +91,17 @@ async def started(world: World, pod: Pod, container: str = "", kind: str = "read
 async def up(world: World) -> None:
     """Starts everything, as Kubernetes would: at once, but for the steps within a pod."""
     etcd = world.of("etcd")
-    world.start(etcd, "etcd")
-    world.start(etcd, "auth")
     (init,) = world.of("router").spec["initContainers"]
     for part in ("router", "prefill", "decode"):
         world.start(world.of(part), init["name"])
     for part in ("router", "prefill", "decode"):
         process = world.of(part).processes.pop(init["name"])
         assert process.wait(START_SECONDS) == 0, world.log(world.of(part), init["name"])
+    # All at once: the product waits for etcd, and for its user there.
+    for part in PARTS:
+        world.start(world.of(part))
+    world.start(etcd, "etcd")
+    world.start(etcd, "auth")
     await started(world, etcd, "etcd")
     done = etcd.container("auth")["readinessProbe"]["exec"]["command"]
 
@@ -106,8 +109,6 @@ async def up(world: World) -> None:
         return world.probe(etcd, done)
 
     await until_told(has_users, START_SECONDS)
-    for part in PARTS:
-        world.start(world.of(part))
     for part in PARTS:
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             await started(world, world.of(part), kind=kind)
