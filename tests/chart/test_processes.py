@@ -91,15 +91,15 @@ async def started(world: World, pod: Pod, container: str = "", kind: str = "read
 async def up(world: World) -> None:
     """Starts everything, as Kubernetes would: at once, but for the steps within a pod."""
     etcd = world.of("etcd")
-    (init,) = world.of("router").spec["initContainers"]
-    for part in ("router", "prefill", "decode"):
-        world.start(world.of(part), init["name"])
-    for part in ("router", "prefill", "decode"):
-        process = world.of(part).processes.pop(init["name"])
-        assert process.wait(START_SECONDS) == 0, world.log(world.of(part), init["name"])
+    product = [pod for part in PARTS for pod in world.all_of(part)]
+    inits = [(pod, init["name"]) for pod in product for init in pod.spec.get("initContainers", [])]
+    for pod, name in inits:
+        world.start(pod, name)
+    for pod, name in inits:
+        assert pod.processes.pop(name).wait(START_SECONDS) == 0, world.log(pod, name)
     # All at once: the product waits for etcd, and for its user there.
-    for part in PARTS:
-        world.start(world.of(part))
+    for pod in product:
+        world.start(pod)
     world.start(etcd, "etcd")
     world.start(etcd, "auth")
     await started(world, etcd, "etcd")
@@ -109,30 +109,34 @@ async def up(world: World) -> None:
         return world.probe(etcd, done)
 
     await until_told(has_users, START_SECONDS)
-    for part in PARTS:
+    for pod in product:
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
-            await started(world, world.of(part), kind=kind)
+            await started(world, pod, kind=kind)
 
 
 def unknown_connections(world: World) -> set[tuple[str, str, int]]:
     """Those that are open and that the policies do not allow; at least the design's own have to be open."""
     policies = Policies(world.docs)
-    seen = {
-        (source.component, target.component, port): policies.allow(
-            End(source.name, NAMESPACE, source.labels), End(target.name, NAMESPACE, target.labels), port
-        )
+    seen = [
+        (End(source.name, NAMESPACE, source.labels), End(target.name, NAMESPACE, target.labels), port)
         for source, target, port in world.connections()
-    }
-    kinds = {(source, target) for source, target, _ in seen}
+    ]
+    kinds = {(component(source), component(target), port) for source, target, port in seen}
+    pairs = {kind[:2] for kind in kinds}
     wanted = {("router", "prefill"), ("router", "decode"), ("decode", "prefill")}
     wanted |= {(part, "etcd") for part in PARTS}
-    assert wanted <= kinds, kinds
-    assert {port for source, target, port in seen if (source, target) == ("router", "decode")} >= {
-        50052,
-        5557,
+    assert wanted <= pairs, pairs
+    assert {("router", "decode", 50052), ("router", "decode", 5557)} <= kinds, kinds
+    assert any(18500 <= port <= 18531 for _, _, port in kinds), kinds
+    return {
+        (source.name, target.name, port)
+        for source, target, port in seen
+        if not policies.allow(source, target, port)
     }
-    assert any(18500 <= port <= 18531 for _, _, port in seen), seen
-    return {edge for edge, allowed in seen.items() if not allowed}
+
+
+def component(end: End) -> str:
+    return end.labels["app.kubernetes.io/component"]
 
 
 async def check_operator(world: World) -> None:
@@ -220,3 +224,18 @@ async def test_a_release_with_mutual_tls_answers(world: World) -> None:
     check_store(world)
     assert unknown_connections(world) == set()
     await check_operator(world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world", [{"models": {"other": {"name": "other-name", "tiny": {"family": "llama"}}}}], indirect=True
+)
+async def test_two_models_are_served_by_the_same_routers(world: World) -> None:
+    await up(world)
+    async with Client(f"{world.of('router').ip}:50051") as client:
+        for model in ("tiny", "other-name"):
+            answer = await client.complete(
+                request(prompt="a prompt of some length", model=model, max_tokens=4)
+            )
+            assert answer.finished.usage.completion_tokens == 4
+    assert unknown_connections(world) == set()
