@@ -139,6 +139,15 @@ def component(end: End) -> str:
     return end.labels["app.kubernetes.io/component"]
 
 
+async def answers(client: Client, model: str) -> None:
+    """Asks for a few tokens of a model. A random one may well draw the end of an answer at first."""
+    asked = request(
+        prompt="a prompt that is long enough for blocks", model=model, max_tokens=4, ignore_eos=True
+    )
+    answer = await client.complete(asked)
+    assert answer.finished.usage.completion_tokens == 4
+
+
 async def check_operator(world: World) -> None:
     """Commands in the controller's pod, as `kubectl exec` runs them: lists, and a drain that ends a worker's process."""
     control = world.of("control")
@@ -184,10 +193,7 @@ async def test_a_release_answers_and_ends(world: World) -> None:
     router = world.of("router")
     world.run(world.of("test"))
     async with Client(f"{router.ip}:50051") as client:
-        answer = await client.complete(
-            request(prompt="a prompt that is long enough for blocks", max_tokens=4)
-        )
-        assert answer.finished.usage.completion_tokens == 4
+        await answers(client, "tiny")
     assert b'"tiny"' in page(f"http://{router.ip}:8000/v1/models")
     for part in ("router", "prefill", "decode"):
         assert b"twinpool_membership_registered 1.0" in page(f"http://{world.of(part).ip}:9090/metrics")
@@ -214,10 +220,7 @@ async def test_a_release_with_mutual_tls_answers(world: World) -> None:
         server_name="rel-twinpool-router.ns.svc",
     )
     async with Client(f"{router.ip}:50051", tls=tls) as client:
-        answer = await client.complete(
-            request(prompt="a prompt that is long enough for blocks", max_tokens=4)
-        )
-        assert answer.finished.usage.completion_tokens == 4
+        await answers(client, "tiny")
     command = (sys.executable, "-m", "twinpool.control.cli.main", "health", f"{router.ip}:50051")
     plain = await asyncio.create_subprocess_exec(*command)
     assert await plain.wait() == 3
@@ -234,8 +237,5 @@ async def test_two_models_are_served_by_the_same_routers(world: World) -> None:
     await up(world)
     async with Client(f"{world.of('router').ip}:50051") as client:
         for model in ("tiny", "other-name"):
-            answer = await client.complete(
-                request(prompt="a prompt of some length", model=model, max_tokens=4)
-            )
-            assert answer.finished.usage.completion_tokens == 4
+            await answers(client, model)
     assert unknown_connections(world) == set()
