@@ -11,7 +11,7 @@ from twinpool.config import TwinpoolConfig
 from twinpool.control.operations import Operations
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
-from twinpool.rpc import Server, join_address
+from twinpool.rpc import AuditLog, Server, join_address
 from twinpool.v1 import control_pb2, control_pb2_grpc
 
 SERVICE = "twinpool.v1.ControlService"
@@ -88,7 +88,7 @@ class ControlServer:
 
     def __init__(self, config: TwinpoolConfig, view: ClusterView, operations: Operations) -> None:
         self._config = config
-        self._server = Server(config.rpc, config.tls)
+        self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
         self._server.add(
             SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, ControlServicer(view, operations)
         )

@@ -35,9 +35,8 @@ class LocalPrefills:
             # The scheduler gives it all its blocks at once.
             total = max(total, self._limits.blocks_of(len(prompt) + work.draw.remaining - 1))
         # The last token is computed whatever is cached.
-        cached, needed = self._check_room(
-            prompt, (len(prompt) - 1) // self._limits.block_tokens, total, work.draw.n
-        )
+        usable = (len(prompt) - 1) // self._limits.block_tokens if work.draw.use_cache else 0
+        cached, needed = self._check_room(prompt, usable, total, work.draw.n)
         attempt.cached_blocks = cached
         self._due[attempt] = needed
 
@@ -60,6 +59,7 @@ class LocalPrefills:
             priority=work.priority,
             preemptible=work.preemptible,
             arrival=attempt.arrived,
+            use_cache=work.draw.use_cache,
         )
         self._computing[attempt.computing] = attempt
 

@@ -193,6 +193,12 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._scheduler.start(attempt.reserved, first[0].token_id)
         self._end(attempt, None, None, "")
 
+    def _computed(self, attempt: DecodeAttempt, result: StepResult, index: int, whole: bool) -> None:
+        """A chunk of a prompt is computed here; ``whole``: the last one."""
+        self._tell_scored(attempt, result, index)
+        if whole:
+            self._drawn(attempt, result, index)
+
     def _drawn(self, attempt: DecodeAttempt, result: StepResult, index: int) -> None:
         """The prompt is computed here and every choice has its first token: told as a hand-off that moved nothing."""
         draw, seq, now = attempt.draw, attempt.computing, self._clock()
@@ -291,8 +297,8 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             if computing is not None:
                 if index in result.failed:
                     failed.append(computing)
-                elif sampled[index]:
-                    self._guard(computing, self._drawn, computing, result, index)
+                else:
+                    self._guard(computing, self._computed, computing, result, index, bool(sampled[index]))
                 continue
             if not sampled[index] or choice is None:
                 continue
@@ -307,10 +313,15 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         output.send(self._outbox)
         self._fail_unhealthy(failed)
 
+    def _let_go(self, attempt: DecodeAttempt, seq: int) -> None:
+        """Removes a sequence whose KV is that of the attempt's answer."""
+        self._pins.note(attempt.work.session, attempt.key, seq)
+        self._scheduler.remove(seq)
+
     def _finish(self, choice: Choice) -> None:
-        self._scheduler.remove(choice.seq)
-        del self._choices[choice.seq]
         attempt = choice.attempt
+        self._let_go(attempt, choice.seq)
+        del self._choices[choice.seq]
         kept.note_ended(attempt, choice.index, choice.draw.outputs)
         del attempt.choices[choice.index]
         if not attempt.choices:
@@ -351,12 +362,12 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         self._starting.pop(attempt, None)
         for choice in list(attempt.choices.values()):
             del self._choices[choice.seq]
-            self._scheduler.remove(choice.seq)
+            self._let_go(attempt, choice.seq)
         attempt.choices.clear()
         self._drop_forks(attempt)
         for own in (self._local.end(attempt), attempt.computed):
             if own is not None:
-                self._scheduler.remove(own)
+                self._let_go(attempt, own)
         attempt.computed = None
         if attempt.reserved is None:
             return
@@ -366,4 +377,6 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
             self._pulls.abort(self._clock(), attempt.key)
             # The scheduler lets go of what no read can write to.
             self._quarantine.hold(pull)
-        self._scheduler.remove(seq)
+            self._scheduler.remove(seq)
+        else:
+            self._let_go(attempt, seq)

@@ -18,7 +18,16 @@ from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import DTYPES, load_model
 from twinpool.engine.models.base import DecoderModel
 from twinpool.engine.runner import ModelRunner
-from twinpool.engine.sampling import DrawParams, Finish, GrammarError, Grammars, SequenceDraw, TokenLogprobs
+from twinpool.engine.sampling import (
+    DrawParams,
+    Finish,
+    GrammarError,
+    Grammars,
+    PromptLogprobs,
+    PromptScoring,
+    SequenceDraw,
+    TokenLogprobs,
+)
 from twinpool.engine.step import StepResult
 
 
@@ -36,6 +45,8 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry a token, if asked for."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Of the prompt's positions from 1 on, a chunk an entry, if asked for."""
     times: list[float] = field(default_factory=list)
     """When each token was there."""
     cached_tokens: int = 0
@@ -134,9 +145,17 @@ class LocalEngine:
             grammar = self._grammars.state(params.grammar)
         hashes = hash_blocks(self._root, tokens, self.pool.block_tokens)
         now = time.monotonic()
-        handle = self.scheduler.add(tokens, hashes, self._root, max_new_tokens=params.max_tokens, arrival=now)
+        scoring = None if params.prompt_logprobs is None else PromptScoring(tokens, params.prompt_logprobs)
+        handle = self.scheduler.add(
+            tokens,
+            hashes,
+            self._root,
+            max_new_tokens=params.max_tokens,
+            arrival=now,
+            use_cache=scoring is None,
+        )
         generation = Generation(len(tokens), choice, now)
-        draw = SequenceDraw(params, tokens, choice=choice, grammar=grammar)
+        draw = SequenceDraw(params, tokens, choice=choice, grammar=grammar, scoring=scoring)
         self._live[handle] = (draw, generation)
         return generation
 
@@ -194,6 +213,8 @@ class LocalEngine:
             self._live[handle][1].preemptions += 1
         if result.failed:
             raise RuntimeError(f"the logits of {len(result.failed)} sequences are not finite")
+        for i, part in result.prompts.items():
+            self._live[handles[i]][1].prompt_logprobs.append(part)
         for i in np.flatnonzero(plan.sample).tolist():
             handle = handles[i]
             draw, generation = self._live[handle]

@@ -3,7 +3,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,14 @@ from twinpool.engine.graphs import DecodeGraphs
 from twinpool.engine.kv.host import HostPool, SwapPlan
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.base import DecoderModel
-from twinpool.engine.sampling import Grammars, Sample, SequenceDraw, TokenLogprobs, sample
+from twinpool.engine.sampling import (
+    Grammars,
+    PromptLogprobs,
+    Sample,
+    SequenceDraw,
+    TokenLogprobs,
+    sample,
+)
 from twinpool.engine.step import Drawn, Plan, PlanArrays, PlanError, PlanLimits, StepResult, check_plan
 from twinpool.engine.warmup import WARMUP_PARAMS, warmup_plans
 from twinpool.logs import get_logger
@@ -26,6 +33,8 @@ GRAPH_CONTEXT = 32768
 """Sequences beyond this length are decoded without a graph: launches count for little there, and tables stay small."""
 
 log = get_logger(__name__)
+
+_NOTHING_DRAWN = Sample(np.zeros(0, np.int32), None, np.zeros(0, np.bool_))
 
 
 class ModelRunner:
@@ -75,7 +84,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, plan: Plan, draws: Sequence[SequenceDraw]) -> StepResult:
-        """Runs ``plan``; ``draws[i]`` says how to draw for ``plan.seq[i]`` (unused where nothing is sampled).
+        """Runs ``plan``; ``draws[i]`` says how to draw for ``plan.seq[i]`` (where nothing is sampled, only its scoring is used).
 
         Every drawn token has been appended to its draw (and to its siblings') on return. If this raises, no draw has
         changed, and the plan is to be aborted: what it wrote lies beyond the sequences' computed tokens. Raises
@@ -90,25 +99,49 @@ class ModelRunner:
             self._pool.copy_blocks(arrays.copies)
         sampled = np.flatnonzero(arrays.sample)
         last_rows = arrays.q_start[1:].astype(np.int64) - 1
-        if not len(sampled):
+        scored = _scored(arrays, draws)
+        if not len(sampled) and not scored:
             # Only KV is wanted. One row stands in, so that no kernel has to cope with an empty batch.
             self._forward(arrays, last_rows[:1])
             if self._device.type == "cuda":
                 # Nothing was fetched that would have waited for the KV, and peers read it outside of any stream.
                 torch.cuda.current_stream(self._device).synchronize()
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
+        logits, prompts = self._logits(arrays, sampled, scored, draws)
+        if not len(sampled):
+            return self._take(_NOTHING_DRAWN, sampled, draws, prompts)
         flat, rows = _flatten(sampled, draws)
         masks = self._grammars.masks([draw.grammar for draw in flat]) if self._grammars is not None else None
-        if self._graphs is not None and self._graphs.fits(arrays):
-            logits = self._graphs.run(arrays)
-            logits = (
-                logits if len(sampled) == len(draws) else logits[torch.from_numpy(sampled).to(self._device)]
-            )
-        else:
-            logits = self._model.logits(self._forward(arrays, last_rows[sampled]))
         if len(flat) > len(sampled):
             logits = logits[torch.tensor(rows, device=self._device)]
-        return self._take(sample(logits, flat, masks), sampled, draws)
+        return self._take(sample(logits, flat, masks), sampled, draws, prompts)
+
+    def _logits(
+        self,
+        arrays: PlanArrays,
+        sampled: NDArray[np.int64],
+        scored: Mapping[int, range],
+        draws: Sequence[SequenceDraw],
+    ) -> tuple[Tensor, dict[int, PromptLogprobs]]:
+        """Runs the model: logits of the last row of each sampled sequence, and what is wanted of prompts."""
+        if not scored and self._graphs is not None and self._graphs.fits(arrays):
+            logits = self._graphs.run(arrays)
+            if len(sampled) < len(draws):
+                logits = logits[torch.from_numpy(sampled).to(self._device)]
+            return logits, {}
+        rows = [arrays.q_start[sampled + 1].astype(np.int64) - 1]
+        for index, positions in scored.items():
+            row_zero = int(arrays.context[index] - arrays.q_start[index + 1])
+            rows.append(np.arange(positions.start, positions.stop, dtype=np.int64) - row_zero)
+        hidden = self._forward(arrays, np.concatenate(rows))
+        prompts: dict[int, PromptLogprobs] = {}
+        at = len(sampled)
+        for index, positions in scored.items():
+            scoring, own = draws[index].scoring, hidden[at : at + len(positions)]
+            assert scoring is not None
+            prompts[index] = scoring.score(own, positions.start, self._model.logits)
+            at += len(positions)
+        return self._model.logits(hidden[: len(sampled)]) if len(sampled) else hidden[:0], prompts
 
     @torch.inference_mode()
     def swap(self, plan: SwapPlan) -> None:
@@ -161,14 +194,40 @@ class ModelRunner:
         hidden: Tensor = self._model(ids, positions, self._pool.tensor, batch)
         return hidden
 
-    def _take(self, drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
-        result = _unflatten(drawn, sampled, draws)
+    def _take(
+        self,
+        drawn: Sample,
+        sampled: NDArray[np.int64],
+        draws: Sequence[SequenceDraw],
+        prompts: Mapping[int, PromptLogprobs],
+    ) -> StepResult:
+        result = _unflatten(drawn, sampled, draws, prompts)
         for index in sampled.tolist():
             if index not in result.failed:
                 draws[index].append(int(result.tokens[index]))
                 for sibling, other in zip(draws[index].siblings, result.siblings.get(index, ()), strict=True):
                     sibling.append(other.token)
+        for index, part in result.prompts.items():
+            scoring = draws[index].scoring
+            assert scoring is not None
+            scoring.next += len(part.token_ids)
         return result
+
+
+def _scored(arrays: PlanArrays, draws: Sequence[SequenceDraw]) -> dict[int, range]:
+    """Positions of prompts whose logits are wanted of a plan, by index in it. Raises PlanError if some before them are missing."""
+    found: dict[int, range] = {}
+    for index, draw in enumerate(draws):
+        if draw.scoring is None:
+            continue
+        end = int(arrays.context[index])
+        begin = end - int(arrays.q_start[index + 1] - arrays.q_start[index])
+        due = draw.scoring.due(begin, end)
+        if due and due.start >= draw.scoring.next:
+            raise PlanError(f"position {draw.scoring.next} of a prompt was to be scored and is not computed")
+        if due:
+            found[index] = due
+    return found
 
 
 def _flatten(
@@ -184,18 +243,23 @@ def _flatten(
     return flat, rows
 
 
-def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[SequenceDraw]) -> StepResult:
+def _unflatten(
+    drawn: Sample,
+    sampled: NDArray[np.int64],
+    draws: Sequence[SequenceDraw],
+    prompts: Mapping[int, PromptLogprobs],
+) -> StepResult:
     """Puts flat draws, each sequence's siblings behind it, in their places in the plan."""
+    unhealthy = {index for index, part in prompts.items() if not part.finite}
     tokens = np.zeros(len(draws), np.int32)
     entries = drawn.logprobs
     logprobs: list[TokenLogprobs | None] = [None] * len(draws)
     siblings: dict[int, list[Drawn]] = {}
-    failed: list[int] = []
     at = 0
     for index in sampled.tolist():
         end = at + 1 + len(draws[index].siblings)
-        if drawn.failed[at:end].any():
-            failed.append(index)
+        if drawn.failed[at:end].any() or index in unhealthy:
+            unhealthy.add(index)
         else:
             tokens[index] = drawn.tokens[at]
             if entries is not None:
@@ -206,6 +270,12 @@ def _unflatten(drawn: Sample, sampled: NDArray[np.int64], draws: Sequence[Sequen
                     for i in range(at + 1, end)
                 ]
         at = end
-    if failed:
-        log.error("logits_not_finite", sequences=len(failed))
-    return StepResult(tokens, logprobs if entries is not None else None, siblings, tuple(failed))
+    if unhealthy:
+        log.error("logits_not_finite", sequences=len(unhealthy))
+    return StepResult(
+        tokens,
+        logprobs if entries is not None else None,
+        siblings,
+        tuple(sorted(unhealthy)),
+        {index: part for index, part in prompts.items() if index not in unhealthy},
+    )

@@ -2,13 +2,13 @@
 """What a step takes and gives: the plan's arrays as the runner sees them, the result, and the plan's check."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinpool.engine.sampling import TokenLogprobs
+from twinpool.engine.sampling import PromptLogprobs, TokenLogprobs
 
 
 class PlanError(ValueError):
@@ -91,6 +91,9 @@ class StepResult:
     """By index in the plan: what the ``siblings`` of that sequence's draw got, in their order."""
     failed: tuple[int, ...]
     """Indices in the plan whose logits were not finite: end these sequences with an error."""
+    prompts: Mapping[int, PromptLogprobs] = field(default_factory=dict)
+    """By index in the plan: of sequences whose draw scores their prompt, the positions that this step has added. Positions
+    follow those of the steps before without a gap, and none comes twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             priority=attempt.work.priority,
             preemptible=attempt.work.preemptible,
             arrival=attempt.arrived,
+            use_cache=attempt.work.draw.use_cache,
         )
         self._computing[attempt.seq] = attempt
 
@@ -118,11 +119,17 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
             attempt.compute_seconds += token_seconds * (starts[index + 1] - starts[index])
             if index in result.failed:
                 failed.append(attempt)
-            elif sampled[index]:
-                self._guard(attempt, self._complete, attempt, result, index)
             else:
-                self._guard(attempt, self._offer_chunk, attempt, seq)
+                self._guard(attempt, self._computed, attempt, result, index, bool(sampled[index]))
         self._fail_unhealthy(failed)
+
+    def _computed(self, attempt: PrefillAttempt, result: StepResult, index: int, whole: bool) -> None:
+        """A chunk of the prompt is computed; ``whole``: the last one."""
+        self._tell_scored(attempt, result, index)
+        if whole:
+            self._complete(attempt, result, index)
+        elif attempt.seq is not None:
+            self._offer_chunk(attempt, attempt.seq)
 
     def _offer_chunk(self, attempt: PrefillAttempt, seq: int) -> None:
         """Announces the blocks that have become full. After a preemption there are none until it has caught up."""
@@ -186,4 +193,5 @@ class PrefillRole(RoleBase[PrefillAttempt, PrefillWork]):
         if attempt.seq is not None:
             seq, attempt.seq = attempt.seq, None
             del self._computing[seq]
+            self._pins.note(attempt.work.session, attempt.key, seq)
             self._scheduler.remove(seq)

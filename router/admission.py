@@ -8,6 +8,7 @@ moment a pair is chosen.
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from twinpool import metrics
@@ -26,6 +27,8 @@ log = get_logger(__name__)
 # A timer that is off by so much is not worth a wake-up of its own.
 _TIMER_SLACK_SECONDS: Final = 0.001
 _LONGEST_TIMER_SECONDS: Final = 3600.0
+
+Prefer = Callable[[Prepared], list[tuple[str, int, int]]]
 
 
 class Admitted(Protocol):
@@ -56,8 +59,12 @@ def core_config(limits: RouterSection) -> AdmissionConfig:
 class Admission:
     """The core and those who wait for its actions."""
 
-    def __init__(self, core: RouterCore, traces: TraceBook | None = None) -> None:
+    def __init__(
+        self, core: RouterCore, traces: TraceBook | None = None, prefer: Prefer = lambda _prepared: []
+    ) -> None:
+        """``prefer``: which workers a request is better off with, all else alike; see ``RouterCore.submit``."""
         self.core = core
+        self._prefer = prefer
         self._traces = TraceBook(core, 0) if traces is None else traces
         self._waiting: dict[int, Admitted] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -85,7 +92,7 @@ class Admission:
             prepared.group.label,
             prepared.prompt_tokens,
             prepared.remaining_tokens,
-            prepared.hashes,
+            prepared.cacheable_hashes,
             n=prepared.n,
             priority=prepared.priority,
             tenant=prepared.tenant,
@@ -93,6 +100,7 @@ class Admission:
             bytes=prepared.size_bytes,
             preemptible=prepared.preemptible,
             adapter=prepared.adapter,
+            prefer=self._prefer(prepared),
         )
         if not submission.accepted:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()
@@ -119,7 +127,9 @@ class Admission:
 
     def extend(self, request: int, prepared: Prepared) -> None:
         """What the client has of the answer is part of the prompt now."""
-        self.core.extend(request, prepared.prompt_tokens, prepared.remaining_tokens, prepared.hashes)
+        self.core.extend(
+            request, prepared.prompt_tokens, prepared.remaining_tokens, prepared.cacheable_hashes
+        )
 
     def forget(self, request: int) -> None:
         """Ends the router's interest in a request. One that has not ended by now is cancelled."""

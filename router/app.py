@@ -14,7 +14,7 @@ from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.answers import AnswerMaker
-from twinpool.router.apis import CHAT_SERVICE, ClientApis
+from twinpool.router.apis import SERVICES, ClientApis
 from twinpool.router.background import Background
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
@@ -29,13 +29,14 @@ from twinpool.router.prefix import PrefixSources
 from twinpool.router.resume_token import TokenSeal
 from twinpool.router.retry import Retries
 from twinpool.router.service import SERVICE, InferenceService, register
+from twinpool.router.sessions import Sessions
 from twinpool.router.streams import Streams
 from twinpool.router.takeover import TakeOver
 from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import TraceBook
 from twinpool.router.usage import UsageBook
-from twinpool.rpc import Server, channel, join_address
+from twinpool.rpc import AuditLog, Server, channel, join_address
 from twinpool.v1 import control_pb2, router_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 
@@ -58,7 +59,8 @@ class Router:
             self.core.record(config.router.record_bytes)
         self.background = Background()
         self.traces = TraceBook(self.core, config.router.trace_requests)
-        self.admission = Admission(self.core, self.traces)
+        sessions = Sessions(config.sessions)
+        self.admission = Admission(self.core, self.traces, sessions.prefer)
         self.tenants = Tenants(config.router.tenants_file)
         self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
         self.tokenize = TokenizeHop(config.router, self.tenants.salt)
@@ -74,10 +76,7 @@ class Router:
             pb.Hello(router=name, incarnation=self.incarnation),
         )
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
-        retries = Retries(config.router, self.fleet.breakers)
-        hops = Hops(
-            config.router, self.admission, self.fleet, self.locality, self.prefixes, self.background, retries
-        )
+        hops = self._hops(sessions)
         self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
         answers = AnswerMaker(self.models, config.router)
         self.seal = TokenSeal()
@@ -97,15 +96,29 @@ class Router:
             config, hops, self.models, self.tokenize, answers, streams, self.tenants, self.usage
         )
         self._limit_tenants()
-        self.apis = ClientApis(config, self.service, self.models, self.tokenize, self.tenants)
+        self.apis = ClientApis(config, self.service, self.models)
         self.inspection = self._peer(takeover)
         self._server = Server(
             config.rpc,
             config.tls,
             max_message_bytes=config.router.max_message_bytes,
             reuse_port=config.router.reuse_port,
+            audit=AuditLog(config.audit.file, name),
         )
         self._housekeeper: asyncio.Task[None] | None = None
+
+    def _hops(self, sessions: Sessions) -> Hops:
+        limits = self.config.router
+        return Hops(
+            limits,
+            self.admission,
+            self.fleet,
+            self.locality,
+            self.prefixes,
+            self.background,
+            Retries(limits, self.fleet.breakers),
+            sessions,
+        )
 
     def _peer(self, takeover: TakeOver) -> RouterPeer:
         return RouterPeer(
@@ -159,6 +172,7 @@ class Router:
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests, lets running ones end for ``grace_seconds``, then cancels them; closes all streams."""
         self.service.drain()
+        self.apis.drain()
         if self.others.alive:
             # Their clients go on there at once, instead of being cut off at the end of the grace.
             self.kept.send_away()
@@ -209,6 +223,6 @@ class Router:
         metrics.ROUTER_REQUESTS_RUNNING.set(self.admission.active - stats["queued"])
 
     async def _show_health(self) -> None:
-        for service in (SERVICE, CHAT_SERVICE):
+        for service in (SERVICE, *SERVICES):
             await self._server.set_serving(self.models.servable, service)
         await self._server.set_serving(True, ROUTER_SERVICE)

@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from twinpool import tracing
-from twinpool.router.tenants import Caller
-from twinpool.rpc import Deadline
+from twinpool.rpc import Caller, Deadline
 
 E = TypeVar("E")
+F = TypeVar("F")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,6 @@ class Call(Generic[E]):
             Caller.of(context),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A prompt that is text already, special tokens included, and what follows from how it was made."""
-
-    text: str
-    kept_tokens: tuple[str, ...] = ()
-    """Special tokens that are part of the answer's text."""
-    grammar: str = ""
-    """What the answer must follow, besides what the request itself says."""
+    def to(self, write: Callable[[F], Awaitable[None]]) -> "Call[F]":
+        """The same call, whose events go elsewhere."""
+        return Call(write, self.deadline, self.traceparent, self.caller, self.arrival)

@@ -25,6 +25,8 @@ from twinpool.v1 import worker_pb2_grpc
 
 log = get_logger(__name__)
 
+# Messages about one attempt, each with a call of its own in LegEvents.
+_PROGRESS: Final = frozenset({"reserved", "prompt_scored", "prefill_done", "handoff_done"})
 _FIRST_BACKOFF_SECONDS: Final = 0.05
 _MAX_BACKOFF_SECONDS: Final = 2.0
 
@@ -37,6 +39,9 @@ class LegEvents(Protocol):
 
     def on_reserved(self, leg: "Leg", message: pb.Reserved) -> None:
         """The decode worker holds blocks."""
+
+    def on_prompt_scored(self, leg: "Leg", message: pb.PromptScored) -> None:
+        """Log-probabilities of some more positions of the prompt."""
 
     def on_prefill_done(self, leg: "Leg", message: pb.PrefillDone) -> None:
         """The first token of each choice is drawn."""
@@ -336,12 +341,8 @@ class WorkerSession:
         leg = self._find(kind, message.id)
         if leg is None or leg.state is LegState.CANCELLING:
             return
-        if kind == "reserved":
-            leg.events.on_reserved(leg, message)
-        elif kind == "prefill_done":
-            leg.events.on_prefill_done(leg, message)
-        elif kind == "handoff_done":
-            leg.events.on_handoff_done(leg, message)
+        if kind in _PROGRESS:
+            getattr(leg.events, f"on_{kind}")(leg, message)
 
     def _route_step(self, step: pb.StepTokens) -> None:
         legs = [self._legs.get((attempt.request_id, attempt.attempt)) for attempt in step.ids]

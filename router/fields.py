@@ -101,6 +101,13 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
         for form in ("json_schema", "regex", "lark", "choices.texts")
     ),
     _both("n", "draw.n", "prefill draws the first token of each choice, decode forks the sequence"),
+    FieldRule(
+        "prompt_logprobs",
+        "draw.prompt_logprobs",
+        "draw.prompt_logprobs",
+        "prefill",
+        "whoever computes the prompt reports them; both legs draw by one rule",
+    ),
     _both("logprobs", "draw.logprobs", "each leg reports those of the tokens that it draws"),
     _router("request_id", "the client's name for it; workers see the id that the router minted"),
     _both("priority", "priority", "order of waiting on the worker"),
@@ -109,6 +116,7 @@ FIELDS: Final[tuple[FieldRule, ...]] = (
     _both("adapter", "prompt.root_hash", "part of the namespace of the block hashes"),
     _kept("resume_grace.seconds", "portable.grace.seconds", "how long the decode worker keeps the tokens"),
     _kept("resume_grace.nanos", "portable.grace.nanos", "how long the decode worker keeps the tokens"),
+    _both("session_id", "session", "each leg's worker notes what the session has left in its cache"),
     _router("repeated", "where else an answer with its key is looked for"),
     _kept("idempotency_key", "portable.key", "by its digest a router finds an answer whose router is lost"),
 )
@@ -130,6 +138,8 @@ def draw_spec(prepared: Prepared) -> worker.DrawSpec:
     spec.stop.ignore_eos = prepared.ignore_eos
     if prepared.logprobs is not None:
         spec.logprobs = prepared.logprobs
+    if prepared.prompt_logprobs is not None:
+        spec.prompt_logprobs = prepared.prompt_logprobs
     return spec
 
 
@@ -162,6 +172,7 @@ def decode_command(
         prefix=prefix.message if prefix is not None and owner is None else None,
         traceparent=prepared.span.traceparent,
         portable=prepared.portable,
+        session=prepared.session,
     )
 
 
@@ -185,4 +196,5 @@ def prefill_command(
         deadline=prepared.deadline.to_proto(),
         prefix=prefix.message if prefix is not None else None,
         traceparent=prepared.span.traceparent,
+        session=prepared.session,
     )

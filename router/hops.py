@@ -11,6 +11,7 @@ from twinpool.router.locality import Locality
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
 from twinpool.router.retry import Retries
+from twinpool.router.sessions import Sessions
 from twinpool.router.stream import Answer
 from twinpool.v1 import inference_pb2 as pb
 
@@ -29,3 +30,4 @@ class Hops:
     prefixes: PrefixSources
     background: Background
     retries: Retries
+    sessions: Sessions

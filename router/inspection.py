@@ -14,9 +14,10 @@ from twinpool.router.index import WorkerLocality
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable
 from twinpool.router.placement import Fleet
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import Placement, Trace, TraceBook
+from twinpool.rpc import Caller
 from twinpool.v1 import control_pb2, router_pb2_grpc, worker_pb2
 from twinpool.v1 import router_pb2 as pb
 
@@ -163,6 +164,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
             message.reported.waiting = report.waiting_requests
             message.reported.queued_prefill_tokens = report.waiting_prefill_tokens
             message.reported.available_blocks = report.available_blocks
+            message.reported.prefix_pinned_blocks = report.prefix_pinned_blocks
         status = known.get(key)
         if status is not None:
             _tell_locality(message.locality, status)

@@ -24,13 +24,15 @@ _MARK_BYTES: Final = 16
 @dataclass(frozen=True, slots=True)
 class JournalSpec:
     """``text`` makes the text side of a choice. ``token``: what a client resumes with. ``max_ahead_tokens``: how far the answer
-    may be ahead of its reader, who may have gone. ``logprobs``: whether each token has an entry."""
+    may be ahead of its reader, who may have gone. ``logprobs``: whether each token has an entry. ``scored_tokens``: length of the
+    prompt, if its log-probabilities come before the tokens; else 0."""
 
     n: int
     logprobs: bool
     text: Callable[[], TextStream]
     token: bytes
     max_ahead_tokens: int
+    scored_tokens: int = 0
 
 
 class _Choice:
@@ -80,6 +82,10 @@ class _Choice:
             tokens.logprobs.extend(self.logprobs[at - self.logprobs_from : end - self.logprobs_from])
         return response
 
+    def text_before(self, at: int, text: Callable[[], TextStream]) -> str:
+        """What the tokens before ``at`` have settled of the text."""
+        return self._text[: self._settled(min(at, len(self.tokens)), text)].decode()
+
     def _settled(self, at: int, text: Callable[[], TextStream]) -> int:
         """Bytes of the text that the first ``at`` tokens have settled."""
         mark = bisect_left(self._mark_tokens, at)
@@ -97,6 +103,8 @@ class Journal:
         self._spec = spec
         self._on_grow = on_grow
         self._choices = [_Choice() for _ in range(spec.n)]
+        self._prompt: list[pb.GenerateResponse] = []
+        self._scored = 0
         self._reader: Reader | None = None
         # How far the newest reader is, or the last one was.
         self._read = [0] * spec.n
@@ -124,9 +132,12 @@ class Journal:
         """As ``write``, for what was drawn before."""
         kind = message.WhichOneof("event")
         if kind == "tokens":
-            size = self._choices[message.tokens.index].append(message.tokens)
-            self.size_bytes += size
-            self._on_grow(size)
+            self._grew(self._choices[message.tokens.index].append(message.tokens))
+        elif kind == "prompt_logprobs":
+            part = message.prompt_logprobs
+            self._prompt.append(message)
+            self._scored = part.offset + len(part.positions)
+            self._grew(message.ByteSize())
         elif kind == "started":
             self.started = message.started
             self.started.resume_token = self._spec.token
@@ -155,10 +166,20 @@ class Journal:
         """One entry a token, a row a choice; an empty row where they are not known from the first token on."""
         return [() if choice.logprobs_from else choice.logprobs for choice in self._choices]
 
+    def text_before(self, index: int, at: int) -> str:
+        """What the tokens of a choice before position ``at`` have settled of its text; all of it where there are fewer."""
+        return self._choices[index].text_before(at, self._spec.text)
+
     @property
     def whole(self) -> bool:
-        """Whether it can be read from its first token on."""
-        return not self._spec.logprobs or not any(choice.logprobs_from for choice in self._choices)
+        """Whether it can be read from its beginning on."""
+        known = not self._spec.logprobs or not any(choice.logprobs_from for choice in self._choices)
+        return known and not self._prompt_lost
+
+    @property
+    def _prompt_lost(self) -> bool:
+        """Of an answer that came from another router, those of the prompt are unknown: its client had tokens, and so has them."""
+        return self._scored < self._spec.scored_tokens and any(choice.tokens for choice in self._choices)
 
     # --- the reader's side ----------------------------------------------------------------
 
@@ -172,6 +193,8 @@ class Journal:
                     f"log-probabilities of choice {index} are known from token {choice.logprobs_from} on,"
                     f" not from {at}",
                 )
+        if not any(positions) and self._prompt_lost:
+            raise TwinpoolError("RESUME_LOST", "log-probabilities of the prompt are not known here any more")
         if self._reader is not None:
             self._reader.end(TwinpoolError("STREAM_SUPERSEDED"))
         self._read = positions
@@ -195,6 +218,10 @@ class Journal:
         if self._reader is not None:
             self._reader.end(error)
 
+    def scores(self, at: int) -> list[pb.GenerateResponse]:
+        """The message at this place among those about the prompt; none if it has not come."""
+        return self._prompt[at : at + 1]
+
     def pending(self, positions: list[int]) -> list[pb.GenerateResponse]:
         """The next messages from ``positions`` on, at most one a choice; moves the positions behind them."""
         out = []
@@ -203,6 +230,10 @@ class Journal:
                 out.append(choice.message(index, positions[index], self._spec.text))
                 positions[index] += len(out[-1].tokens.token_ids)
         return out
+
+    def _grew(self, size: int) -> None:
+        self.size_bytes += size
+        self._on_grow(size)
 
     def _wake(self) -> None:
         if self._reader is not None:
@@ -215,6 +246,8 @@ class Reader:
     def __init__(self, journal: Journal, positions: list[int]) -> None:
         self._journal = journal
         self._positions = positions
+        # Who has tokens has all that is known of the prompt.
+        self._prompt_read = None if any(positions) else 0
         self._ready = asyncio.Event()
         self._ended: TwinpoolError | None = None
         self.wake = self._ready.set
@@ -225,8 +258,15 @@ class Reader:
         self._ended = error
         self.wake()
 
+    def _next(self) -> list[pb.GenerateResponse]:
+        if self._prompt_read is not None and (scores := self._journal.scores(self._prompt_read)):
+            self._prompt_read += 1
+            return scores
+        return self._journal.pending(self._positions)
+
     async def events(self) -> AsyncIterator[pb.GenerateResponse]:
-        """``started``, the tokens from its positions on, ``finished``. Raises what ended the answer, or this reader."""
+        """``started``, what is known of the prompt to who has no token, the tokens from its positions on, ``finished``.
+        Raises what ended the answer, or this reader."""
         journal, told = self._journal, False
         while True:
             await self._ready.wait()
@@ -234,7 +274,7 @@ class Reader:
             if journal.started is not None and not told:
                 told = True
                 yield pb.GenerateResponse(started=journal.started)
-            while told and self._ended is None and (messages := journal.pending(self._positions)):
+            while told and self._ended is None and (messages := self._next()):
                 for message in messages:
                     yield message
             if self._ended is not None:

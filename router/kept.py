@@ -18,7 +18,7 @@ from twinpool.router.hops import Hops, Write
 from twinpool.router.journal import Journal, JournalSpec
 from twinpool.router.lifecycle import Lifecycle
 from twinpool.router.patience import patient
-from twinpool.router.portable import replayed, state_of
+from twinpool.router.portable import replayed, scored_anew, state_of
 from twinpool.router.request import Prepared, passed
 from twinpool.router.resume_token import TokenSeal
 from twinpool.router.stream import Answer
@@ -115,6 +115,7 @@ class KeptBook:
         tally: Tally,
     ) -> Kept:
         """Goes on with what another router had, or this one. Whatever was drawn is there at once."""
+        state = scored_anew(state, next_index)
         prepared = replace(prepared_for(state), span=tally.span)
         self.remove(self._kept.get(state.request.stream_id))
         kept = self._open(prepared)
@@ -144,6 +145,7 @@ class KeptBook:
             text=self._answers.text(prepared),
             token=self._seal.seal(ticket),
             max_ahead_tokens=self._limits.max_buffered_tokens,
+            scored_tokens=prepared.prompt_tokens if prepared.prompt_logprobs is not None else 0,
         )
         kept = Kept(prepared, portable, Journal(spec, self._grew))
         self._bytes += prepared.size_bytes

@@ -14,6 +14,7 @@ itself says what both would have said, on the one leg that there is then.
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 from twinpool import metrics
@@ -27,6 +28,7 @@ from twinpool.router.heard import RESERVATION, Early, fault_in_order, fault_in_p
 from twinpool.router.hops import Hops, NewAnswer, Write
 from twinpool.router.outcome import Outcome, core_error, found, leaving, lost, said_by
 from twinpool.router.patience import patient
+from twinpool.router.prompt_scores import PromptScores
 from twinpool.router.request import Prepared, passed
 from twinpool.router.resume import continuation
 from twinpool.router.stream import TOKENS_A_REPORT, Answer
@@ -41,13 +43,13 @@ class Attempt:
 
     def __init__(self, request: "Lifecycle", action: Action) -> None:
         self.number = action.attempt
-        self.prefill = WorkerKey(*action.prefill)
-        self.decode = WorkerKey(*action.decode)
+        self.prefill, self.decode = WorkerKey(*action.prefill), WorkerKey(*action.decode)
         self.local = action.local
         self.source = request.hops.prefixes.placed(action)
         self.prepared = request.prepared
         self.prediction = request.hops.locality.placed(self.prepared, action)
         self.answer: Answer = request.answer()
+        request.scores.begin(self.prepared)
         self.over = False
         self.reserved: worker.Reserved | None = None
         self.prefill_done: worker.PrefillDone | None = None
@@ -56,7 +58,7 @@ class Attempt:
         self._id = worker.AttemptId(request_id=request.prepared.request_id, attempt=action.attempt)
         self._legs: dict[WorkerKey, Leg] = {}
         self._early = Early(request.hops.limits.max_buffered_tokens)
-        self._timer: asyncio.TimerHandle | None = None
+        self._stop_timer: Callable[[], None] = lambda: None
 
     # --- the path -------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class Attempt:
         command = decode_command(self.prepared, self._id, None if self.local else owner, self.source)
         wait = self._request.hops.limits.reserve_timeout_seconds
         late = lost(self.decode, "decode", "it did not answer the reservation in time", late=True)
-        self._timer = asyncio.get_running_loop().call_later(wait, self.fail, late)
+        self._stop_timer = asyncio.get_running_loop().call_later(wait, self.fail, late).cancel
         self._send(self.decode, worker.SessionRequest(decode=command))
 
     def on_reserved(self, leg: Leg, message: worker.Reserved) -> None:
@@ -86,10 +88,18 @@ class Attempt:
             command = prefill_command(prepared, self._id, worker_id(self.decode), cached, self.source)
             self._send(self.prefill, worker.SessionRequest(prefill=command))
 
+    def on_prompt_scored(self, leg: Leg, message: worker.PromptScored) -> None:
+        """Log-probabilities of the prompt: they go to the client before its first token."""
+        if self.over or self._refuses(leg, "prefill"):
+            return
+        if (error := self._request.scores.hear(message.logprobs)) is not None:
+            self.fail(found(error))
+        self._request.wake()
+
     def on_prefill_done(self, leg: Leg, message: worker.PrefillDone) -> None:
         """The first token of each choice is here; it goes to the client at once."""
         request, prepared = self._request, self.prepared
-        fault = fault_in_prefill(message, prepared.prompt_tokens, prepared.n)
+        fault = fault_in_prefill(message, prepared.prompt_tokens, prepared.n) or request.scores.missing()
         if self.over or self._refuses(leg, "prefill", fault) or self.prefill_done is not None:
             return
         self.prefill_done = message
@@ -199,8 +209,7 @@ class Attempt:
             leg.cancel(keep)
 
     def finish(self) -> None:
-        """The answer is complete. A decode worker that would draw on is stopped; one that only has to pull yet is let
-        finish, since most of the KV has moved by now and the next turn can use it."""
+        """The answer is complete. A decode worker that would draw on is stopped; one that only pulls yet serves the next turn."""
         self.over = True
         if not self.answer.exhausted:
             for leg in self._legs.values():
@@ -218,10 +227,6 @@ class Attempt:
     def _side(self, key: WorkerKey) -> str:
         return "decode" if key == self.decode else "prefill"
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
 
 class Lifecycle:
     """One request. ``run`` serves it to its end. Implements ``admission.Admitted``."""
@@ -234,8 +239,8 @@ class Lifecycle:
         # As it arrived, and as the next attempt computes it: the two part when the answer goes on elsewhere.
         self.arrived = prepared
         self.prepared = prepared if drawn is None else continuation(prepared, drawn.outputs)
-        self._new_answer = new_answer
-        self._answer = drawn
+        self.scores = PromptScores(hops.limits.max_buffered_tokens)
+        self._new_answer, self._answer = new_answer, drawn
         self.clock = HopClock(prepared.arrival, prepared.tokenized, prepared.span)
         self.attempt: Attempt | None = None
         self._request = 0
@@ -243,8 +248,7 @@ class Lifecycle:
         self._error: TwinpoolError | None = None
         self._ready: list[pb.GenerateResponse] = []
         self._delivered = drawn is not None and drawn.completion_tokens > 0
-        # Whether it goes on elsewhere when it leaves here.
-        self.moves = False
+        self.moves = False  # whether it goes on elsewhere when it leaves here
         self._waker = Waker(hops.limits.stream_interval_seconds)
         self.wake = self._waker.wake
 
@@ -321,6 +325,7 @@ class Lifecycle:
 
     def collect(self) -> None:
         """Makes messages of the tokens that wait, and the last one if these were the last."""
+        self._ready += self.scores.take()
         attempt = self.attempt
         if attempt is None or attempt.over:
             return
@@ -335,20 +340,20 @@ class Lifecycle:
         self._ready += messages
         if attempt.answer.finished:
             self._finish(attempt)
-        elif attempt.handoff is not None:
+        else:
             self._tell_tokens(attempt, TOKENS_A_REPORT)
 
     def _tell_tokens(self, attempt: Attempt, at_least: int) -> None:
         """The core counts tokens to know how far a decode worker's blocks have grown."""
-        if new := attempt.answer.untold(at_least):
+        if attempt.handoff is not None and (new := attempt.answer.untold(at_least)):
             self.tell("token", str(new))
 
     def _finish(self, attempt: Attempt) -> None:
-        if attempt.handoff is not None:
-            self._tell_tokens(attempt, 1)
+        self._tell_tokens(attempt, 1)
         self.hop(DECODE)
         self._over = True
         attempt.finish()
+        self.hops.sessions.ended(self.arrived, attempt.prefill, attempt.decode)
         self._ready.append(finished_event(self.arrived, attempt, self.clock))
         self.wake()
 
@@ -358,13 +363,10 @@ class Lifecycle:
         """An attempt has failed: the state machine decides what follows."""
         after = self.hops.admission.advance(self._request, attempt.number, outcome.event, outcome.detail)
         outcome.log(self.prepared.request_id, attempt.number, after.state)
-        self.hops.retries.failed(outcome, attempt.prefill, attempt.decode)
-        if after.terminal:
-            return self._end(outcome.as_error(attempt.number, self._delivered))
-        if not self.hops.retries.allows(outcome, self._delivered):
-            return self._end(outcome.without_budget(attempt.number))
-        (metrics.ROUTER_RESUMES if self._delivered else metrics.ROUTER_RETRIES).labels(outcome.reason).inc()
-        if after.state == "Retrying":
+        error = self.hops.retries.verdict(outcome, attempt, after.terminal, self._delivered)
+        if error is not None:
+            self._end(error)
+        elif after.state == "Retrying":
             self.hops.background.start(self._place_anew(attempt))
 
     async def _place_anew(self, attempt: Attempt) -> None:
@@ -379,8 +381,7 @@ class Lifecycle:
     def _end(self, error: TwinpoolError) -> None:
         if self._over:
             return
-        self._over, self._error = True, error
-        self._ready.clear()
+        self._over, self._error, self._ready = True, error, []
         if self.attempt is not None:
             self.attempt.stop()
         self.wake()

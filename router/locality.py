@@ -75,8 +75,9 @@ class Locality:
     def placed(self, prepared: Prepared, action: Action) -> Prediction:
         """A pair was chosen: notes what is known at this moment."""
         block_tokens = prepared.group.block_tokens
-        usable = max(0, prepared.prompt_tokens - 1) // block_tokens
-        holders = self._core.longest_prefix(prepared.hashes) if usable else []
+        hashes = prepared.cacheable_hashes
+        usable = min(max(0, prepared.prompt_tokens - 1) // block_tokens, len(hashes))
+        holders = self._core.longest_prefix(hashes) if usable else []
         best = max((blocks for _, blocks in holders), default=0)
         prediction = Prediction(
             query=prepared.prompt_tokens,

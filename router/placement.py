@@ -158,6 +158,10 @@ class Fleet:
         known = self._workers.get(key)
         return known.record if known is not None else None
 
+    def records(self) -> list[control_pb2.WorkerRecord]:
+        """What the workers that are registered have registered."""
+        return [known.record for known in self._workers.values() if not known.retired]
+
     def decode_endpoints(self) -> list[str]:
         """Where the decode workers listen, those that leave and those that cannot be reached included."""
         return [

@@ -51,6 +51,7 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         ),
         n=prepared.n,
         logprobs=prepared.logprobs,
+        prompt_logprobs=prepared.prompt_logprobs,
         priority=prepared.priority,
         preemptible=prepared.preemptible,
         adapter=prepared.adapter,
@@ -60,6 +61,8 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         grammar=prepared.grammar,
         kept_tokens=prepared.kept_tokens,
         root_hash=prepared.root,
+        turn=prepared.turn,
+        session_id=prepared.session_id,
     )
     return replace(prepared, portable=portable)
 
@@ -107,6 +110,7 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
         include_stop=request.stop.include_stop,
         n=request.n,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         priority=request.priority,
         preemptible=request.preemptible,
         adapter=request.adapter,
@@ -117,7 +121,9 @@ def prepared_of(state: PortableState, group: Group) -> Prepared:
         deadline=Deadline.from_proto(state.deadline if state.HasField("deadline") else None),
         grammar=request.grammar,
         kept_tokens=tuple(request.kept_tokens),
+        turn=request.turn if request.HasField("turn") else None,
         portable=moved,
+        session_id=request.session_id,
     )
 
 
@@ -145,6 +151,18 @@ def replayed(
         finish = _finish_of(prepared, tokens[-1], len(tokens) - 1) if tokens else pb.FINISH_REASON_UNSPECIFIED
         messages += answer.replay(index, tokens, finish, list(known))
     return messages
+
+
+def scored_anew(state: PortableState, next_index: Sequence[int]) -> PortableState:
+    """Log-probabilities of the prompt are kept by no state: a client that has no token yet may lack them, and they come only with
+    computing the prompt. Then what was drawn is drawn again."""
+    if not state.request.HasField("prompt_logprobs") or any(next_index):
+        return state
+    anew = PortableState()
+    anew.CopyFrom(state)
+    anew.ClearField("choices")
+    anew.ClearField("finished")
+    return anew
 
 
 def progress(state: PortableState) -> tuple[int, bool, int]:

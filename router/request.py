@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request after validation: everything that the later hops need, with all defaults filled in."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from twinpool.rpc import Deadline
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as inference
-from twinpool.v1.resume_pb2 import PortableRequest
+from twinpool.v1.resume_pb2 import PortableRequest, TurnForm
 
 # gRPC ends a call at its deadline by another clock than ours.
 _CLOCK_SLACK_SECONDS: Final = 0.02
@@ -20,6 +21,12 @@ def passed(deadline: Deadline) -> bool:
     """Whether a call that ended now has ended by its deadline."""
     left = deadline.remaining()
     return left is not None and left <= _CLOCK_SLACK_SECONDS
+
+
+def session_bytes(tenant: str, session_id: str) -> bytes:
+    """16 bytes for a session: other ones for the same id of another tenant."""
+    owner = tenant.encode()
+    return hashlib.sha256(len(owner).to_bytes(8, "little") + owner + session_id.encode()).digest()[:16]
 
 
 def group_label(pool: str, model: str, fingerprint: str) -> str:
@@ -70,10 +77,12 @@ class Params:
     include_stop: bool
     n: int
     logprobs: int | None
+    prompt_logprobs: int | None
     priority: int
     preemptible: bool
     tenant: str
     adapter: str
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +94,10 @@ class Prepared:
     ``time.monotonic()`` seconds. ``stop_token_ids`` holds the model's own too, unless they are to be ignored. ``drawn``: ids at
     the prompt's end that are output already, where an answer goes on. ``include_stop``: whether a stop
     string is part of the text. ``grammar``: what the output must follow.
-    ``kept_tokens``: special tokens that are part of the text. ``portable``: what another router needs of it, if it can
+    ``kept_tokens``: special tokens that are part of the text. ``turn``: how it is read, where it is the turn of a conversation.
+    ``portable``: what another router needs of it, if it can
     be resumed; the decode worker keeps it.
+    ``prompt_logprobs``: alternatives to report a position of the prompt, by whoever computes it.
     """
 
     request_id: str
@@ -114,9 +125,17 @@ class Prepared:
     include_stop: bool = False
     grammar: str = ""
     kept_tokens: tuple[str, ...] = ()
+    turn: TurnForm | None = None
     adapter: str = ""
     span: Span = OFF
     portable: PortableRequest | None = None
+    prompt_logprobs: int | None = None
+    session_id: str = ""
+
+    @property
+    def session(self) -> bytes:
+        """What stands for its session on workers; b"" if it has none."""
+        return session_bytes(self.tenant, self.session_id) if self.session_id else b""
 
     @property
     def remaining_tokens(self) -> int:
@@ -127,3 +146,8 @@ class Prepared:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.tokens)
+
+    @property
+    def cacheable_hashes(self) -> NDArray[np.uint8]:
+        """Hashes of what a cache may give the prompt: a cache holds no logits, so none where they are wanted."""
+        return self.hashes if self.prompt_logprobs is None else self.hashes[:0]

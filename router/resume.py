@@ -17,6 +17,9 @@ from twinpool.router.request import Prepared
 
 def continuation(prepared: Prepared, outputs: Sequence[Sequence[int]]) -> Prepared:
     """The request as it goes on. ``prepared`` is as it arrived; ``outputs`` are the tokens that its client has, a row a choice."""
+    if any(len(output) for output in outputs):
+        # Who has tokens has these.
+        prepared = replace(prepared, prompt_logprobs=None)
     if len(outputs) > 1:
         return prepared
     (output,) = outputs

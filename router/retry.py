@@ -11,11 +11,22 @@ worker that is lost, whose requests are lost with it once. An answer of which th
 takes it below zero, down to ``-retry_burst``.
 """
 
+from typing import Protocol
+
 from twinpool import metrics
 from twinpool.config import RouterSection
+from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.router.breaker import Breakers
 from twinpool.router.outcome import Outcome
+
+
+class FailedAttempt(Protocol):
+    """What is to be known of an attempt that has failed."""
+
+    number: int
+    prefill: WorkerKey
+    decode: WorkerKey
 
 
 class RetryBudget:
@@ -54,6 +65,16 @@ class Retries:
         """Both workers have done what may go wrong between them."""
         self._breakers.succeeded(prefill, decode)
 
+    def verdict(
+        self, outcome: Outcome, attempt: FailedAttempt, terminal: bool, delivered: bool
+    ) -> TwinpoolError | None:
+        """What a failed attempt ends its request with; None: it may be placed anew. ``terminal``: the state machine has ended it.
+        ``delivered``: its client has tokens."""
+        self.failed(outcome, attempt.prefill, attempt.decode)
+        if terminal:
+            return outcome.as_error(attempt.number, delivered)
+        return None if self.allows(outcome, delivered) else outcome.without_budget(attempt.number)
+
     def failed(self, outcome: Outcome, prefill: WorkerKey, decode: WorkerKey) -> None:
         """An attempt has failed; breakers learn from it."""
         if outcome.blames_pair and prefill != decode:
@@ -69,11 +90,9 @@ class Retries:
             self._breakers.failed(blamed, by)
 
     def allows(self, outcome: Outcome, delivered: bool) -> bool:
-        """Whether the state machine's wish to place the request anew is granted."""
-        if not outcome.costs_budget:
-            return True
-        granted = self.budget.take(forced=delivered)
+        """Whether the state machine's wish to place the request anew is granted. Counts it."""
+        granted = not outcome.costs_budget or self.budget.take(forced=delivered)
         metrics.ROUTER_RETRY_BUDGET.set(self.budget.left)
-        if not granted:
-            metrics.ROUTER_RETRIES_DENIED.labels(outcome.reason).inc()
+        placed_anew = metrics.ROUTER_RESUMES if delivered else metrics.ROUTER_RETRIES
+        (placed_anew if granted else metrics.ROUTER_RETRIES_DENIED).labels(outcome.reason).inc()
         return granted

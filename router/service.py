@@ -8,12 +8,14 @@ its disconnect and its deadline all reach the handler as a cancelled task, from 
 import asyncio
 import secrets
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
 
 from twinpool import tracing
 from twinpool.config import TwinpoolConfig
@@ -21,7 +23,9 @@ from twinpool.errors import TwinpoolError
 from twinpool.ids import new_request_id
 from twinpool.logs import get_logger
 from twinpool.router.answers import AnswerMaker
-from twinpool.router.call import Call, Rendered
+from twinpool.router.call import Call
+from twinpool.router.chat.prompt import AskedTurn, TurnPlan
+from twinpool.router.chat.stream import TurnStream
 from twinpool.router.hops import Hops
 from twinpool.router.kept import Kept
 from twinpool.router.lifecycle import Lifecycle
@@ -31,20 +35,21 @@ from twinpool.router.side_calls import SideCalls
 from twinpool.router.streams import Streams
 from twinpool.router.structured import GrammarCheck, check_together, grammar_of
 from twinpool.router.tally import Tally
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import Meter, UsageBook
 from twinpool.router.utf8 import Unparsed, lenient, parsed
 from twinpool.router.validate import (
     Resumable,
-    check_choices,
     check_length,
     check_params,
     check_resumable,
     check_vocabulary,
 )
+from twinpool.rpc import Caller
 from twinpool.tracing import Span
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1.resume_pb2 import TurnForm
 
 log = get_logger(__name__)
 
@@ -68,7 +73,7 @@ class InferenceService(SideCalls):
         tenants: Tenants,
         usage: UsageBook,
     ) -> None:
-        super().__init__(models, tokenize, tenants, usage, config.router.max_prompt_tokens)
+        super().__init__(config, hops, models, tokenize, tenants, usage)
         self._limits = config.router
         self._hops = hops
         self._answers = answers
@@ -81,10 +86,6 @@ class InferenceService(SideCalls):
         """From now on new requests are refused; what runs goes on."""
         self._draining = True
 
-    def check_choices(self, n: int) -> None:
-        """See ``validate.check_choices``."""
-        check_choices(n, self._limits)
-
     # --- calls ----------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest | Unparsed, context: Context) -> None:
@@ -95,9 +96,9 @@ class InferenceService(SideCalls):
         self,
         request: pb.GenerateRequest,
         call: Call[pb.GenerateResponse],
-        rendered: Rendered | None = None,
+        turn: AskedTurn | None = None,
     ) -> None:
-        """Serves one request. ``rendered`` takes the place of its prompt."""
+        """Serves one request. ``turn``: the chat that it is the request of; ``call`` writes to its stream."""
         tally = Tally(tracing.start("generate", call.traceparent, began=call.arrival), call.deadline)
         try:
             request.tenant = self._tenants.admit(call.caller, request.tenant)
@@ -106,7 +107,7 @@ class InferenceService(SideCalls):
             tally.end(error)
             raise
         try:
-            await self._served(request, replace(call, write=meter.write), tally, rendered, meter)
+            await self._served(request, call.to(meter.write), tally, turn, meter)
         finally:
             meter.end()
 
@@ -115,31 +116,46 @@ class InferenceService(SideCalls):
         request: pb.GenerateRequest,
         call: Call[pb.GenerateResponse],
         tally: Tally,
-        rendered: Rendered | None,
+        turn: AskedTurn | None,
         meter: Meter,
     ) -> None:
         try:
-            kept = await self._generate(request, call, tally, rendered, meter)
+            kept = await self._generate(request, call, tally, turn, meter)
         except BaseException as error:
             tally.end(error)
             raise
         if kept is None:
             tally.end(None)
-        else:
-            await self._streams.follow(kept, (), call.write)
+            return
+        had: Sequence[int] = ()
+        if turn is not None:
+            turn.stream.open(kept.prepared, kept.journal.text_before)
+            had = turn.stream.next_index
+        await self._streams.follow(kept, had, call.write)
 
     async def Resume(self, request: pb.ResumeRequest | Unparsed, context: ResumeContext) -> None:
         """See the protocol."""
         wanted, call = parsed(request), Call.of(context)
-        wanted.tenant = self._tenants.admit(call.caller, wanted.tenant)
 
         async def write(event: pb.GenerateResponse) -> None:
             await context.write(pb.ResumeResponse(response=event))
 
-        meter = self._usage.metered(wanted.tenant, write)
+        await self.resume(wanted, call.to(write))
+
+    async def resume(
+        self, request: pb.ResumeRequest, call: Call[pb.GenerateResponse], turn: TurnStream | None = None
+    ) -> None:
+        """Goes on with an answer. ``turn`` reads it, where it is a chat's."""
+        request.tenant = self._tenants.admit(call.caller, request.tenant)
+
+        def opened(kept: Kept) -> None:
+            if turn is not None:
+                turn.open(kept.prepared, kept.journal.text_before)
+
+        meter = self._usage.metered(request.tenant, call.write)
         meter.resumed = True
         try:
-            await self._streams.resume(wanted, meter.write, call.traceparent)
+            await self._streams.resume(request, meter.write, call.traceparent, opened)
         finally:
             meter.end()
 
@@ -156,26 +172,26 @@ class InferenceService(SideCalls):
         request: pb.GenerateRequest,
         call: Call[pb.GenerateResponse],
         tally: Tally,
-        rendered: Rendered | None,
+        turn: AskedTurn | None,
         meter: Meter,
     ) -> Kept | None:
         """Serves a request, or starts one that can be resumed, or finds the one with its idempotency key."""
-        wanted = check_resumable(request, self._limits)
+        wanted = check_resumable(request, self._limits, turn.request if turn is not None else None)
         if wanted is None or not wanted.key:
-            return await self._start(request, call, tally, rendered, wanted)
+            return await self._start(request, call, tally, turn, wanted)
         async with self._streams.claim(request, wanted, call.traceparent) as kept:
             if kept is not None:
                 tally.drop()
                 meter.resumed = True
                 return kept
-            return await self._start(request, call, tally, rendered, wanted)
+            return await self._start(request, call, tally, turn, wanted)
 
     async def _start(
         self,
         request: pb.GenerateRequest,
         call: Call[pb.GenerateResponse],
         tally: Tally,
-        rendered: Rendered | None,
+        turn: AskedTurn | None,
         wanted: Resumable | None,
     ) -> Kept | None:
         if self._draining:
@@ -195,10 +211,12 @@ class InferenceService(SideCalls):
         try:
             target = self._models.resolve(request.model)
             self._tenants.check_model(request.tenant, target.group.model)
-            prepared = await self._prepare(request, target, call, tally.span, rendered)
+            prepared = await self._prepare(request, target, call, tally.span, turn)
             if wanted is not None:
                 kept = self._streams.begin(prepared, wanted, tally, release)
                 return kept
+            if turn is not None:
+                turn.stream.open(prepared)
             await Lifecycle(self._hops, prepared, lambda: self._answers.make(prepared)).run(call.write)
         except grpc.aio.BaseError as error:
             # A write to a client that is gone; its cancel has not reached this task yet.
@@ -214,13 +232,14 @@ class InferenceService(SideCalls):
         target: Target,
         call: Call[pb.GenerateResponse],
         span: Span,
-        rendered: Rendered | None,
+        turn: AskedTurn | None,
     ) -> Prepared:
         """Validate, tokenise, hash. Nothing is reserved anywhere yet."""
         group = target.group
+        plan = turn.planner.plan(turn.request, target.tokenizer) if turn is not None else None
         params = check_params(request, self._limits, group, secrets.randbits(63))
-        grammar = await self._grammar(request, rendered)
-        tokens, field = await self._tokenize.prompt(request, target.tokenizer, group, rendered)
+        grammar = await self._grammar(request, plan)
+        tokens, field, form = await self._prompt(request, target, plan)
         check_vocabulary(tokens, field, group)
         max_tokens = check_length(len(tokens), params, field, self._limits, group)
         root, hashes = self._tokenize.hash(tokens, group, params.tenant, params.adapter)
@@ -237,28 +256,41 @@ class InferenceService(SideCalls):
             sampling=params.sampling,
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
-            stop_strings=params.stop_strings,
+            stop_strings=(*params.stop_strings, *(plan.stop_strings if plan is not None else ())),
             stop_token_ids=tuple(sorted({*params.stop_token_ids, *own})),
             ignore_eos=params.ignore_eos,
             include_stop=params.include_stop,
             n=params.n,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             priority=params.priority,
             preemptible=params.preemptible,
             adapter=params.adapter,
             tenant=params.tenant,
+            session_id=params.session_id,
             size_bytes=tokens.nbytes + hashes.nbytes,
             arrival=call.arrival,
             tokenized=time.monotonic(),
             deadline=call.deadline,
             grammar=grammar,
-            kept_tokens=rendered.kept_tokens if rendered is not None else (),
+            kept_tokens=plan.kept_tokens if plan is not None else (),
+            turn=form,
             span=span,
         )
 
-    async def _grammar(self, request: pb.GenerateRequest, rendered: Rendered | None) -> str:
+    async def _prompt(
+        self, request: pb.GenerateRequest, target: Target, plan: TurnPlan | None
+    ) -> tuple[NDArray[np.int32], str, TurnForm | None]:
+        """The prompt's ids, the field that held it, and how its answer is read."""
+        if plan is None:
+            tokens, field = await self._tokenize.prompt(request, target.tokenizer, target.group)
+            return tokens, field, None
+        tokens, form = await self._tokenize.turn(plan, target.tokenizer, request.tenant)
+        return tokens, "chat.messages", form
+
+    async def _grammar(self, request: pb.GenerateRequest, plan: TurnPlan | None) -> str:
         """What the answer must follow, known to be possible."""
-        grammar = rendered.grammar if rendered is not None else ""
+        grammar = plan.grammar if plan is not None else ""
         if request.HasField("structured"):
             grammar = grammar_of(request.structured)
         if grammar:
@@ -271,6 +303,7 @@ _SIDE_CALLS: Final[tuple[tuple[str, Any, Any], ...]] = (
     ("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse),
     ("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse),
     ("Warm", pb.WarmRequest, pb.WarmResponse),
+    ("Release", pb.ReleaseRequest, pb.ReleaseResponse),
     ("GetUsage", pb.GetUsageRequest, pb.GetUsageResponse),
     ("ListModels", pb.ListModelsRequest, pb.ListModelsResponse),
 )

@@ -1,37 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of InferenceService that make no answer: tokens and text, models, usage, and prompts computed ahead of time."""
+"""The calls of InferenceService that make no answer: tokens and text, models, usage, prompts computed ahead of time and kept."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import grpc.aio
+import numpy as np
 
+from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
+from twinpool.kv_events import HASH_BYTES
 from twinpool.router.call import Call
+from twinpool.router.hops import Hops
 from twinpool.router.models import ModelTable
-from twinpool.router.tenants import Caller, Tenants
+from twinpool.router.pins import Pins
+from twinpool.router.request import session_bytes
+from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import UsageBook
 from twinpool.router.utf8 import Unparsed, parsed, refuse_unknown_fields
+from twinpool.router.validate import check_session
+from twinpool.rpc import Caller
 from twinpool.text import UnknownTokenError
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1 import worker_pb2 as worker
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_NOT_WARMED: Final = (
+    "sampling",
+    "stop",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "resume_grace",
+    "idempotency_key",
+    "structured",
+)
+"""What of a request says nothing of how its prompt is computed and cached."""
 
 
 class SideCalls(ABC):
     """See the module. Raises TwinpoolError; the server turns it into a status."""
 
     def __init__(
-        self, models: ModelTable, tokenize: TokenizeHop, tenants: Tenants, usage: UsageBook, max_tokens: int
+        self,
+        config: TwinpoolConfig,
+        hops: Hops,
+        models: ModelTable,
+        tokenize: TokenizeHop,
+        tenants: Tenants,
+        usage: UsageBook,
     ) -> None:
-        """``max_tokens``: most token ids of one Detokenize."""
         self._models = models
         self._tokenize = tokenize
         self._tenants = tenants
         self._usage = usage
-        self._max_detokenized = max_tokens
+        self._max_detokenized = config.router.max_prompt_tokens
+        self._sessions = hops.sessions
+        self._max_pinned_tokens = config.sessions.max_pinned_tokens
+        self._pins = Pins(config.sessions, hops.fleet)
 
     @abstractmethod
     async def serve(self, request: pb.GenerateRequest, call: Call[pb.GenerateResponse]) -> None:
@@ -80,23 +110,84 @@ class SideCalls(ABC):
     async def Warm(self, request: pb.WarmRequest | Unparsed, context: Context) -> pb.WarmResponse:
         """See the protocol. The prompt is computed as that of a request whose answer nobody wants: one token of it is drawn, so
         that both the worker that computes and the one that would generate hold its blocks."""
-        wanted = parsed(request)
+        wanted, call = parsed(request), Call.of(context)
         refuse_unknown_fields(wanted)
         asked = pb.GenerateRequest()
         asked.CopyFrom(wanted.request)
-        for name in ("sampling", "stop", "n", "logprobs", "resume_grace", "idempotency_key", "structured"):
+        for name in _NOT_WARMED:
             asked.ClearField(name)
         asked.stop.max_tokens = 1
+        if wanted.HasField("pin"):
+            return await self._keep_warm(wanted, asked, call)
+        usage = (await self._compute(asked, call)).usage
+        return pb.WarmResponse(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+
+    async def _keep_warm(
+        self, wanted: pb.WarmRequest, asked: pb.GenerateRequest, call: Call[Any]
+    ) -> pb.WarmResponse:
+        """A pin that is there is made longer, and nothing is computed; else the prompt is computed and pinned where it was."""
+        asked.tenant = tenant = self._tenants.admit(call.caller, asked.tenant)
+        check_session(asked.session_id)
+        prompt, full, chain = await self._chain(asked)
+        hashes = np.frombuffer(chain.block_hashes, np.uint8).reshape(-1, HASH_BYTES)
+        quota = self._tenants.max_pinned_tokens(tenant, self._max_pinned_tokens)
+        session = session_bytes(tenant, asked.session_id) if asked.session_id else b""
+        pin = self._pins.wanted(tenant, session, chain, wanted.pin, quota, full)
+        if (renewed := await self._pins.renew(pin, hashes)) is not None:
+            return pb.WarmResponse(prompt_tokens=prompt, cached_tokens=renewed.tokens, pin=renewed)
+        finished, made = await self._pins.make(pin, partial(self._compute, asked, call))
+        return pb.WarmResponse(prompt_tokens=prompt, cached_tokens=finished.usage.cached_tokens, pin=made)
+
+    async def _compute(self, asked: pb.GenerateRequest, call: Call[Any]) -> pb.GenerateFinished:
         finished = pb.GenerateFinished()
 
         async def take(event: pb.GenerateResponse) -> None:
             if event.HasField("finished"):
                 finished.CopyFrom(event.finished)
 
-        call = Call.of(context)
-        await self.serve(asked, Call(take, call.deadline, call.traceparent, call.caller, call.arrival))
-        usage = finished.usage
-        return pb.WarmResponse(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        await self.serve(asked, call.to(take))
+        return finished
+
+    async def _chain(self, request: pb.GenerateRequest) -> tuple[int, int, worker.PrefixChain]:
+        """Tokens of a prompt, those of its full blocks, and these; the prompt of ``request`` is token ids from here on."""
+        target = self._models.resolve(request.model)
+        self._tenants.check_model(request.tenant, target.group.model)
+        tokens, _ = await self._tokenize.prompt(request, target.tokenizer, target.group)
+        root, hashes = self._tokenize.hash(tokens, target.group, request.tenant, request.adapter)
+        request.token_ids.ids[:] = tokens.tolist()
+        full = len(hashes) * target.group.block_tokens
+        return len(tokens), full, worker.PrefixChain(block_hashes=hashes.tobytes(), root_hash=root)
+
+    async def Release(self, request: pb.ReleaseRequest | Unparsed, context: Context) -> pb.ReleaseResponse:
+        """See the protocol."""
+        wanted = parsed(request)
+        refuse_unknown_fields(wanted)
+        kind = wanted.WhichOneof("target")
+        named = wanted.tenant or (wanted.request.tenant if kind == "request" else "")
+        tenant = self._tenants.admit(Caller.of(context), named)
+        asked = worker.ReleasePrefixRequest(tenant=tenant)
+        if kind == "session_id" and wanted.session_id:
+            check_session(wanted.session_id)
+            self._sessions.forget(tenant, wanted.session_id)
+            asked.session = session_bytes(tenant, wanted.session_id)
+        elif kind == "pin_id" and wanted.pin_id:
+            asked.pin_id = wanted.pin_id
+        elif kind == "request":
+            refuse_unknown_fields(wanted.request, "request")
+            if wanted.request.tenant not in ("", tenant):
+                raise TwinpoolError("INVALID_TENANT", "tenant differs from request.tenant", field="tenant")
+            wanted.request.tenant = tenant
+            _, _, chain = await self._chain(wanted.request)
+            if not chain.block_hashes:
+                return pb.ReleaseResponse()
+            asked.chain.CopyFrom(chain)
+        else:
+            raise TwinpoolError(
+                "INVALID_ARGUMENT",
+                "target is not set; the limit is one of session_id, pin_id, request",
+                field="target",
+            )
+        return await self._pins.release(asked)
 
     async def GetUsage(self, request: pb.GetUsageRequest | Unparsed, context: Context) -> pb.GetUsageResponse:
         """See the protocol."""

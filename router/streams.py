@@ -63,8 +63,9 @@ class Streams:
         request: pb.ResumeRequest,
         write: Write,
         traceparent: str,
+        opened: Callable[[Kept], None] = lambda kept: None,
     ) -> None:
-        """See the protocol."""
+        """See the protocol. ``opened`` is told of the answer before its first event."""
         refuse_unknown_fields(request)
         if len(request.next_index) > self._limits.max_choices:
             raise TwinpoolError(
@@ -74,6 +75,7 @@ class Streams:
             )
         ticket = self._seal.open(request.token, request.tenant)
         kept = await self._takeover.resume(ticket.stream_id, request.next_index, partial(_tally, traceparent))
+        opened(kept)
         await self.follow(kept, request.next_index, write)
 
     async def cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:

@@ -6,23 +6,19 @@ nobody else is served, and what a request itself says of its tenant counts for n
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import grpc.aio
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.logs import get_logger
-from twinpool.rpc import digest_of
+from twinpool.rpc import Caller, digest_of
 
 log = get_logger(__name__)
 
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
-_BEARER: Final = "bearer "
 _SECTION: Final = "router.tenants_file"
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -43,6 +39,8 @@ class Tenant(BaseModel):
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     burst_tokens: Annotated[float, Field(ge=0)] = 0.0
     max_priority: Annotated[int, Field(ge=-100, le=100)] = 100
+    max_pinned_tokens: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
+    """Most that it may have pinned on one worker; 0: nothing. Unset: ``sessions.max_pinned_tokens``."""
     models: tuple[str, ...] = ()
     """Served names of the models that it may use; none: all."""
     cache: str = ""
@@ -70,30 +68,6 @@ class TenantsFile(BaseModel):
 
     tenants: list[Tenant]
     operators: Operators = Operators()
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What a caller shows of itself."""
-
-    key: str = ""
-    identities: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, context: grpc.aio.ServicerContext[Any, Any]) -> "Caller":
-        """Of a gRPC call: ``authorization: Bearer KEY`` or ``x-api-key``, and the client's certificate."""
-        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        shown = context.auth_context()
-        names = (*shown.get("x509_common_name", ()), *shown.get("x509_subject_alternative_name", ()))
-        return cls(key_of(headers), tuple(name.decode(errors="replace") for name in names))
-
-
-def key_of(headers: Mapping[str, str]) -> str:
-    """The API key in a call's headers, whose names are in lower case; "" if there is none."""
-    given = headers.get("authorization", "")
-    if given.lower().startswith(_BEARER):
-        return given[len(_BEARER) :].strip()
-    return headers.get("x-api-key", "")
 
 
 def read_tenants(path: str) -> TenantsFile:
@@ -168,6 +142,11 @@ class Tenants:
         """What the block hashes of a tenant are salted with."""
         tenant = self._by_name.get(name)
         return tenant.salt if tenant is not None else name
+
+    def max_pinned_tokens(self, name: str, default: int) -> int:
+        """How many tokens a tenant may have pinned on one worker; ``default`` where the file says nothing."""
+        tenant = self._by_name.get(name)
+        return default if tenant is None or tenant.max_pinned_tokens is None else tenant.max_pinned_tokens
 
     def admit(self, caller: Caller, named: str = "") -> str:
         """The caller's tenant. ``named``: which one the request names. Raises UNAUTHENTICATED, or PERMISSION_DENIED for another

@@ -19,13 +19,14 @@ from twinpool import metrics
 from twinpool._core import hash_blocks, root_hash
 from twinpool.config.router import RouterSection
 from twinpool.errors import TwinpoolError
-from twinpool.router.call import Rendered
 from twinpool.router.chat.conversation import check_conversation, render
+from twinpool.router.chat.prompt import TurnPlan
 from twinpool.router.request import Group
 from twinpool.router.validate import check_text, check_token_ids
 from twinpool.text import TokenCache, Tokenizer
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import router_pb2
+from twinpool.v1.resume_pb2 import TurnForm
 
 # About half a millisecond of tokenising.
 _INLINE_CHARS: Final = 1024
@@ -62,14 +63,8 @@ class TokenizeHop:
         request: pb.GenerateRequest | pb.TokenizeRequest | router_pb2.LookupPrefixRequest,
         tokenizer: Tokenizer,
         group: Group,
-        rendered: Rendered | None = None,
     ) -> tuple[NDArray[np.int32], str]:
-        """The prompt's token ids and the name of the field that held it. Raises for a prompt that cannot be. A prompt that is
-        rendered already is used as it is."""
-        if rendered is not None and not isinstance(request, pb.TokenizeRequest):
-            # A template writes special tokens itself: adding them again would double the first one.
-            encode = partial(self.cache.encode, tenant=request.tenant, add_special_tokens=False)
-            return await self.run(encode, tokenizer, rendered.text), "chat.messages"
+        """The prompt's token ids and the name of the field that held it. Raises for a prompt that cannot be."""
         if not isinstance(request, pb.TokenizeRequest) and request.WhichOneof("prompt") == "token_ids":
             # The container offers its memory: no Python integer is made.
             given = np.array(request.token_ids.ids, np.uint32)
@@ -80,9 +75,8 @@ class TokenizeHop:
             check_text(request.text, "text", self._limits)
             return await self._encode(tokenizer, request.text, tenant), "text"
         if kind == "chat":
-            text = await self.render(request.chat, tokenizer)
-            encode = partial(self.cache.encode, tenant=tenant, add_special_tokens=False)
-            return await self.run(encode, tokenizer, text), "chat.messages"
+            check_conversation(request.chat, self._limits)
+            return await self.run(self._encode_chat, request.chat, tokenizer, tenant), "chat.messages"
         raise TwinpoolError(
             "EMPTY_PROMPT", "prompt is not set; the limit is one of token_ids, text, chat", field="prompt"
         )
@@ -92,10 +86,24 @@ class TokenizeHop:
             return tokenizer.encode(text)
         return await self.run(partial(self.cache.encode, tenant=tenant), tokenizer, text)
 
-    async def render(self, chat: pb.ChatMessages, tokenizer: Tokenizer) -> str:
-        """The text of a conversation under the model's template. Raises for one that cannot be."""
-        check_conversation(chat, self._limits)
-        return await self.run(render, chat, tokenizer)
+    def _encode_chat(self, chat: pb.ChatMessages, tokenizer: Tokenizer, tenant: str) -> NDArray[np.int32]:
+        return self._encode_rendered(tokenizer, render(chat, tokenizer), tenant)
+
+    def _encode_rendered(self, tokenizer: Tokenizer, text: str, tenant: str) -> NDArray[np.int32]:
+        # A template writes special tokens itself: adding them again would double the first one.
+        return self.cache.encode(tokenizer, text, tenant=tenant, add_special_tokens=False)
+
+    async def turn(
+        self, plan: TurnPlan, tokenizer: Tokenizer, tenant: str
+    ) -> tuple[NDArray[np.int32], TurnForm]:
+        """The token ids of a planned turn's prompt, and how its answer is read. Raises for a conversation that the model's template
+        refuses."""
+
+        def make() -> tuple[NDArray[np.int32], TurnForm]:
+            text, form = plan.completed(render(plan.conversation, tokenizer))
+            return self._encode_rendered(tokenizer, text, tenant), form
+
+        return await self.run(make)
 
     def hash(
         self, tokens: NDArray[np.int32], group: Group, tenant: str, adapter: str

@@ -19,12 +19,15 @@ from twinpool.ids import is_request_id
 from twinpool.router.request import Group, Params
 from twinpool.router.utf8 import refuse_unknown_fields
 from twinpool.v1 import inference_pb2 as inference
+from twinpool.v1.chat_pb2 import ChatRequest
 
 _MAX_PRIORITY: Final = 100
 _MAX_BIAS: Final = 100.0
 _MAX_SHOWN_CHARS: Final = 48
 MAX_KEY_CHARS: Final = 128
 """Longest idempotency key."""
+MAX_SESSION_CHARS: Final = 128
+"""Longest session id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,11 @@ def check_params(
     check_choices(request.n, limits)
     if request.HasField("logprobs"):
         _within("logprobs", "INVALID_LOGPROBS", request.logprobs, 0, limits.max_logprobs)
+    if request.HasField("prompt_logprobs"):
+        _within("prompt_logprobs", "INVALID_LOGPROBS", request.prompt_logprobs, 0, limits.max_logprobs)
     _within("priority", "INVALID_PRIORITY", request.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
     _check_tenant(request.tenant, limits)
+    check_session(request.session_id)
     if request.adapter:
         raise TwinpoolError(
             "ADAPTER_NOT_FOUND",
@@ -96,10 +102,12 @@ def check_params(
         include_stop=stop.include_stop,
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         priority=request.priority,
         preemptible=request.preemptible if request.HasField("preemptible") else True,
         tenant=request.tenant,
         adapter=request.adapter,
+        session_id=request.session_id,
     )
 
 
@@ -113,10 +121,18 @@ class Resumable:
     digest: bytes
 
 
-def check_resumable(request: inference.GenerateRequest, limits: RouterSection) -> Resumable | None:
-    """None: the client leaves it at one stream. Raises INVALID_RESUME."""
+def check_resumable(
+    request: inference.GenerateRequest, limits: RouterSection, turn: ChatRequest | None = None
+) -> Resumable | None:
+    """None: the client leaves it at one stream. ``turn``: the chat that it is the request of. Raises INVALID_RESUME."""
     key, given = request.idempotency_key, request.HasField("resume_grace")
     if not key and not given:
+        if turn is not None and turn.positions:
+            raise TwinpoolError(
+                "INVALID_RESUME",
+                "positions are set without an idempotency key or a resume grace",
+                field="positions",
+            )
         return None
     refuse_unknown_fields(request.resume_grace, "resume_grace")
     grace, most = request.resume_grace.ToNanoseconds() / 1e9, limits.max_resume_grace_seconds
@@ -127,20 +143,40 @@ def check_resumable(request: inference.GenerateRequest, limits: RouterSection) -
             field="resume_grace",
             metadata={"limit": most},
         )
+    check_key(key)
+    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
+    if not grace:
+        return None
+    return Resumable(grace, key, _digest_of(request) if turn is None else _digest_of_turn(turn))
+
+
+def check_key(key: str) -> None:
+    """Raises INVALID_RESUME for what is no idempotency key."""
     if len(key) > MAX_KEY_CHARS or not key.isprintable():
         raise TwinpoolError(
             "INVALID_RESUME",
             f"idempotency_key has {len(key)} characters; the limit is {MAX_KEY_CHARS} printable ones",
             field="idempotency_key",
         )
-    grace = grace or (min(limits.resume_grace_seconds, most) if key else 0.0)
-    if not grace:
-        return None
+
+
+def _digest_of(request: inference.GenerateRequest) -> bytes:
+    """Of all that its answer depends on."""
     asked = inference.GenerateRequest()
     asked.CopyFrom(request)
     asked.ClearField("resume_grace")
     asked.ClearField("repeated")
-    return Resumable(grace, key, hashlib.sha256(asked.SerializeToString(deterministic=True)).digest())
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
+
+
+def _digest_of_turn(turn: ChatRequest) -> bytes:
+    asked = ChatRequest()
+    asked.CopyFrom(turn)
+    asked.ClearField("positions")
+    asked.request.ClearField("resume_grace")
+    asked.request.ClearField("repeated")
+    # No Generate is the same request as a Chat, whatever it says.
+    return hashlib.sha256(b"chat:" + asked.SerializeToString(deterministic=True)).digest()
 
 
 def check_text(text: str, field: str, limits: RouterSection) -> None:
@@ -203,6 +239,13 @@ def check_length(tokens: int, params: Params, field: str, limits: RouterSection,
             f"{tokens + params.max_tokens}; the limit is {group.max_context_tokens}",
             field="stop.max_tokens",
             metadata={"limit": group.max_context_tokens},
+        )
+    if params.prompt_logprobs is not None and tokens > limits.max_scored_prompt_tokens:
+        raise TwinpoolError(
+            "PROMPT_TOO_LONG",
+            f"prompt_logprobs is set for a prompt of {tokens} tokens; the limit is {limits.max_scored_prompt_tokens}",
+            field="prompt_logprobs",
+            metadata={"limit": limits.max_scored_prompt_tokens},
         )
     _check_capacity(tokens, params, group)
     allowed = params.max_tokens or min(left, limits.max_output_tokens)
@@ -296,6 +339,17 @@ def _check_tenant(tenant: str, limits: RouterSection) -> None:
             "INVALID_TENANT",
             f"tenant is {shown(tenant)}; the limit is {limits.max_tenant_chars} printable characters",
             field="tenant",
+        )
+
+
+def check_session(session_id: str) -> None:
+    """Raises INVALID_SESSION."""
+    if len(session_id) > MAX_SESSION_CHARS or not session_id.isprintable():
+        raise TwinpoolError(
+            "INVALID_SESSION",
+            f"session_id has {len(session_id)} characters; the limit is {MAX_SESSION_CHARS} printable ones",
+            field="session_id",
+            metadata={"limit": MAX_SESSION_CHARS},
         )
 
 

@@ -16,9 +16,9 @@ clang_tidy() {
 }
 proto_drift() {
   local before after
-  before=$(cat twinpool/v1/*_pb2* | sha256sum)
+  before=$(cat twinpool/v1/*_pb2* twinpool/v1/kserve/*_pb2* | sha256sum)
   PYTHON=$bin/python scripts/proto.sh
-  after=$(cat twinpool/v1/*_pb2* | sha256sum)
+  after=$(cat twinpool/v1/*_pb2* twinpool/v1/kserve/*_pb2* | sha256sum)
   [ "$before" = "$after" ] || { echo "twinpool/v1 does not match proto/: run make proto"; return 1; }
 }
 buf_lint() { (cd proto && buf lint); }

@@ -42,7 +42,8 @@ class BlockManager:
     whenever it is given to new content; the caller registers that memory with NIXL. A held block
     holds its ancestors in the cache. A block is in exactly one of these
     states: free, held (reference count > 0 by sequences or pins), cached (content, no
-    reference, evictable leaves first by LRU), quarantined.
+    reference, evictable leaves first by LRU), pinned (the same, kept from eviction by a prefix pin; counted as cached, but
+    not as available), quarantined.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, generations: NDArray[np.uint64]) -> None: ...
@@ -63,6 +64,40 @@ class BlockManager:
     @property
     def available_blocks(self) -> int:
         """Free plus evictable."""
+    @property
+    def prefix_pinned_blocks(self) -> int:
+        """Under a prefix pin, whether anybody needs them now or not."""
+    @property
+    def prefix_pins(self) -> int: ...
+    def has_prefix_pin(self, pin: str) -> bool: ...
+    def pin_prefix(
+        self,
+        pin: str,
+        tenant: str,
+        session: str,
+        hashes: Hashes,
+        expires_at: float,
+        *,
+        max_pins: int,
+        max_blocks: int,
+        max_tenant_blocks: int,
+    ) -> tuple[str, int, float]:
+        """Keeps a whole prefix in the cache until ``expires_at``, or makes the pin of that name longer. Returns why not, the blocks that
+        the pin holds and when it ends: "" if it is pinned; "missing" if not all of it is cached (with how much is), or the limit
+        that would be exceeded: "pins", "blocks" or "tenant_blocks", where each block counts once. CoreError if ``hashes`` are no
+        chain from its root, or the name is that of another prefix."""
+    def unpin_prefixes(
+        self, tenant: str, *, pin: str = "", session: str = "", last: bytes | None = None
+    ) -> tuple[int, Blocks]:
+        """Ends the tenant's pins that fit all that is given (``last``: hash of the prefix's last block). How many, and their blocks."""
+    def expire_prefix_pins(self, now: float) -> int:
+        """Ends those whose time has passed; how many."""
+    def end_next_prefix_pin(self) -> bool:
+        """Ends the one that would end first; False if there is none."""
+    def next_prefix_expiry(self) -> float | None: ...
+    def demote(self, blocks: Blocks, generations: NDArray[np.uint64]) -> int:
+        """Makes a sequence's blocks, given in its order, the next ones to be evicted: those whose generation is still the given one,
+        which nobody needs or pins, and on which no other cached content is built. How many."""
     def lookup(self, hashes: Hashes) -> int:
         """Number of leading hashes that are cached or held. Does not change the LRU order."""
     def acquire_prefix(self, hashes: Hashes) -> Blocks:
@@ -188,9 +223,11 @@ class StepScheduler:
         priority: int = 0,
         arrival: float = 0.0,
         preemptible: bool = True,
+        use_cache: bool = True,
     ) -> int:
         """A sequence whose prompt is computed here. Its longest cached prefix is taken when it is first planned
-        (at least the last prompt token is always computed). ``max_new_tokens`` 0: prefill only, the sequence becomes
+        (at least the last prompt token is always computed; without ``use_cache`` every one is, and its blocks are published as
+        those of any other). ``max_new_tokens`` 0: prefill only, the sequence becomes
         *done* after its sampled token and keeps its blocks until ``remove``. One that is not ``preemptible`` gets all blocks
         that it may ever need at once, and keeps them."""
     def reserve(
@@ -435,9 +472,11 @@ class RouterCore:
         bytes: int = 0,
         preemptible: bool = True,
         adapter: str = "",
+        prefer: list[tuple[str, int, int]] = ...,
     ) -> Submission:
         """``deadline`` is on the clock of ``now``; 0: none. ``preemptible`` False: no higher priority takes its place. ``adapter``: only
-        workers that have it are chosen; empty: the base model. CoreError for arguments out of range; a refusal is a Submission."""
+        workers that have it are chosen; empty: the base model. ``prefer``: name, incarnation and blocks of up to 8 workers that served
+        the last turn of its session (blocks: leading ones of this prompt that they then had). CoreError for arguments out of range; a refusal is a Submission."""
     def plan(self, now: float) -> list[Action]:
         """Places what can be placed, expires what must expire. Call after submit, after advance and on a timer."""
     def next_wake(self, now: float) -> float | None:

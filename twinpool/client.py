@@ -25,6 +25,8 @@ class Completion:
     token_ids: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[list[pb.PositionLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
+    """Of the prompt's positions from 1 on, if asked for."""
     started: pb.GenerateStarted = field(default_factory=pb.GenerateStarted)
     finished: pb.GenerateFinished = field(default_factory=pb.GenerateFinished)
 
@@ -33,6 +35,10 @@ class Completion:
         kind = event.WhichOneof("event")
         if kind == "started":
             self.started = event.started
+        elif kind == "prompt_logprobs":
+            part = event.prompt_logprobs
+            # A stream that was resumed before its first token begins again.
+            self.prompt_logprobs[part.offset - 1 :] = part.positions
         elif kind == "tokens":
             self.add(event.tokens)
         elif kind == "finished":
@@ -63,14 +69,16 @@ def request(
     temperature: float | None = None,
     n: int = 1,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     request_id: str = "",
+    session_id: str = "",
 ) -> pb.GenerateRequest:
     """Builds a request from text, token ids or chat turns; unset values keep the server's defaults."""
-    message = pb.GenerateRequest(model=model, n=n, request_id=request_id)
+    message = pb.GenerateRequest(model=model, n=n, request_id=request_id, session_id=session_id)
     if chat is not None:
         message.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
     elif isinstance(prompt, str):
@@ -85,10 +93,36 @@ def request(
         message.stop.max_tokens = max_tokens
     if logprobs is not None:
         message.logprobs = logprobs
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs
     message.stop.stop_strings.extend(stop)
     message.stop.stop_token_ids.extend(stop_token_ids)
     message.stop.ignore_eos = ignore_eos
     return message
+
+
+def warm_request(message: pb.GenerateRequest, pin_seconds: float | None = None) -> pb.WarmRequest:
+    """Builds a request to compute a prompt ahead of its turn, and to keep it cached for ``pin_seconds`` if given."""
+    made = pb.WarmRequest(request=message)
+    if pin_seconds is not None:
+        made.pin.FromNanoseconds(int(pin_seconds * 1e9))
+    return made
+
+
+def release_request(
+    *, session_id: str = "", pin_id: str = "", prompt: pb.GenerateRequest | None = None, tenant: str = ""
+) -> pb.ReleaseRequest:
+    """Builds a request to end the pins of a session, of an id or of a request's prompt: one of the three."""
+    if (bool(session_id), bool(pin_id), prompt is not None).count(True) != 1:
+        raise ValueError("give one of session_id, pin_id and prompt")
+    made = pb.ReleaseRequest(tenant=tenant)
+    if session_id:
+        made.session_id = session_id
+    elif pin_id:
+        made.pin_id = pin_id
+    else:
+        made.request.CopyFrom(prompt or pb.GenerateRequest())
+    return made
 
 
 class Client:
@@ -173,6 +207,31 @@ class Client:
         """What a tenant has used of this router since it started; by default the caller's own."""
         try:
             return await self._stub.GetUsage(pb.GetUsageRequest(tenant=tenant))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def warm(
+        self, message: pb.GenerateRequest, *, pin_seconds: float | None = None, timeout: float | None = None
+    ) -> pb.WarmResponse:
+        """Computes a prompt ahead of its turn. ``pin_seconds``: how long it is kept whatever else comes; again makes it longer."""
+        try:
+            return await self._stub.Warm(warm_request(message, pin_seconds), timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def release(
+        self,
+        *,
+        session_id: str = "",
+        pin_id: str = "",
+        prompt: pb.GenerateRequest | None = None,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> pb.ReleaseResponse:
+        """Ends the pins of a session, of an id or of a prompt. Those that have ended, or never were, are no error."""
+        message = release_request(session_id=session_id, pin_id=pin_id, prompt=prompt, tenant=tenant)
+        try:
+            return await self._stub.Release(message, timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

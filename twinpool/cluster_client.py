@@ -10,99 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from twinpool.client import Completion
+from twinpool.client import Completion, release_request, warm_request
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError, from_rpc_error
+from twinpool.progress import AnswerProgress, Metadata, PartedError, Progress, TurnProgress, resumable
 from twinpool.retry import Breakers, RetryBudget, RetryPolicy, lost, may_pass
 from twinpool.rpc import channel
+from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import inference_pb2_grpc
 
 _CANCEL_SECONDS: Final = 2.0
 
-Events = AsyncGenerator[pb.GenerateResponse, None]
+E = TypeVar("E")
+T = TypeVar("T")
 
-
-class PartedError(TwinpoolError):
-    """An answer that was lost was drawn again and is another one: what the caller has of it cannot be gone on with."""
-
-
-class _Answer:
-    """What the caller has of one answer."""
-
-    def __init__(self, message: pb.GenerateRequest) -> None:
-        self.message = message
-        self.token = b""
-        self.ids: list[list[int]] = [[] for _ in range(message.n or 1)]
-        self._chars = [0] * len(self.ids)
-        # Of a stream that begins anew: what of it has come, choice by choice.
-        self._seen: list[tuple[int, int]] = []
-        self.started = False
-        self.finished = False
-
-    @property
-    def next_index(self) -> list[int]:
-        """For Resume."""
-        return [len(ids) for ids in self.ids]
-
-    @property
-    def tokens(self) -> int:
-        """All tokens that the caller has."""
-        return sum(map(len, self.ids))
-
-    def attached(self, anew: bool) -> None:
-        """A stream begins: where the caller stands, or ``anew`` with the first token."""
-        if anew:
-            self._seen = [(0, 0)] * len(self.ids)
-        else:
-            self._seen = [(len(ids), chars) for ids, chars in zip(self.ids, self._chars, strict=True)]
-
-    def take(self, event: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """What of an event is new to the caller; None: nothing."""
-        kind = event.WhichOneof("event")
-        if kind == "started":
-            self.token = event.started.resume_token or self.token
-            first, self.started = not self.started, True
-            return event if first else None
-        if kind == "finished":
-            self.finished = True
-            return event
-        return self._take_tokens(event)
-
-    def _take_tokens(self, event: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        tokens = event.tokens
-        index = tokens.index
-        seen, chars = self._seen[index]
-        if tokens.offset != seen:
-            raise TwinpoolError(
-                "INTERNAL", f"choice {index}: token {tokens.offset} came where {seen} was due"
-            )
-        ids, have = list(tokens.token_ids), self.ids[index]
-        self._seen[index] = (seen + len(ids), chars + len(tokens.text))
-        known = max(0, min(len(have) - seen, len(ids)))
-        if have[seen : seen + known] != ids[:known]:
-            raise PartedError("WORKER_LOST", f"choice {index} was drawn again and parted after token {seen}")
-        if known:
-            # The text that tokens settle does not depend on how they came, so what the caller has is a beginning of it.
-            text = tokens.text[max(0, self._chars[index] - chars) :]
-            if known == len(ids) and not text:
-                return None
-            event = pb.GenerateResponse()
-            event.tokens.index, event.tokens.offset, event.tokens.text = index, seen + known, text
-            event.tokens.token_ids.extend(ids[known:])
-            event.tokens.logprobs.extend(tokens.logprobs[known:])
-        have.extend(ids[known:])
-        self._chars[index] = max(self._chars[index], chars + len(tokens.text))
-        return event
+_PIN_LIMITS: Final = ("PIN_QUOTA", "PIN_CAPACITY")
+"""Refusals that may pass when another pin ends, which may take long."""
 
 
 class ClusterClient:
@@ -154,45 +86,109 @@ class ClusterClient:
                 whole.take(event)
         return whole
 
-    async def stream(
+    def stream(
         self, message: pb.GenerateRequest, *, timeout: float | None = None, traceparent: str = ""
-    ) -> Events:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields the events of an answer: ``started`` once, each token once, ``finished``. Leaving the loop early cancels the
         request. ``timeout`` in seconds, of all together."""
-        answer = _Answer(_resumable(message, self.policy))
+        made = pb.GenerateRequest()
+        made.CopyFrom(message)
+        resumable(made, self.policy.grace_seconds)
+        return self._stream(AnswerProgress(made), timeout, traceparent)
+
+    def chat(
+        self, message: chat.ChatRequest, *, timeout: float | None = None, traceparent: str = ""
+    ) -> AsyncGenerator[chat.ChatResponse, None]:
+        """As ``stream``, of a conversation's next turn: ``started`` once, each piece of reasoning, content and calls once,
+        ``finished``."""
+        made = chat.ChatRequest()
+        made.CopyFrom(message)
+        resumable(made.request, self.policy.grace_seconds)
+        return self._stream(TurnProgress(made), timeout, traceparent)
+
+    async def _stream(
+        self, progress: Progress[E], timeout: float | None, traceparent: str
+    ) -> AsyncGenerator[E, None]:
         deadline = None if timeout is None else time.monotonic() + timeout
         metadata = (("traceparent", traceparent),) if traceparent else None
         self._budget.request()
         failures, endpoint = 0, ""
         try:
-            while not answer.finished:
-                before, endpoint = answer.tokens, self._breakers.pick(avoid=endpoint if failures else "")
+            while not progress.finished:
+                before, endpoint = progress.amount, self._breakers.pick(avoid=endpoint if failures else "")
                 try:
                     async with contextlib.aclosing(
-                        self._once(endpoint, answer, deadline, metadata)
+                        self._once(endpoint, progress, deadline, metadata)
                     ) as events:
                         async for event in events:
                             yield event
                 except TwinpoolError as error:
                     # One that has brought something may be gone on with at once: that repeats nothing.
-                    failures = 1 if answer.tokens > before else failures + 1
-                    await self._after(error, endpoint, answer, failures, deadline)
+                    failures = 1 if progress.amount > before else failures + 1
+                    await self._after(progress.explained(error), endpoint, progress, failures, deadline)
         finally:
-            if answer.message.repeated and not answer.finished:
-                await self._cancel(endpoint, answer)
+            if progress.sent and not progress.finished:
+                await self._cancel(endpoint, progress)
+
+    async def warm(
+        self, message: pb.GenerateRequest, *, pin_seconds: float | None = None, timeout: float | None = None
+    ) -> pb.WarmResponse:
+        """Computes a prompt ahead of its turn. ``pin_seconds``: how long it is kept whatever else comes; again makes it longer."""
+        asked = warm_request(message, pin_seconds)
+        return await self._anywhere(lambda stub, left: stub.Warm(asked, timeout=left), timeout)
+
+    async def release(
+        self,
+        *,
+        session_id: str = "",
+        pin_id: str = "",
+        prompt: pb.GenerateRequest | None = None,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> pb.ReleaseResponse:
+        """Ends the pins of a session, of an id or of a prompt. Those that have ended, or never were, are no error."""
+        asked = release_request(session_id=session_id, pin_id=pin_id, prompt=prompt, tenant=tenant)
+        return await self._anywhere(lambda stub, left: stub.Release(asked, timeout=left), timeout)
+
+    async def _anywhere(
+        self,
+        call: Callable[[inference_pb2_grpc.InferenceServiceAsyncStub, float | None], Awaitable[T]],
+        timeout: float | None,
+    ) -> T:
+        """A call that may be repeated, on whichever router answers it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._budget.request()
+        failures, endpoint = 0, ""
+        while True:
+            endpoint = self._breakers.pick(avoid=endpoint if failures else "")
+            try:
+                stub = inference_pb2_grpc.InferenceServiceStub(self._channel(endpoint))
+                told = await call(stub, None if deadline is None else deadline - time.monotonic())
+            except grpc.RpcError as caught:
+                error, failures = from_rpc_error(caught), failures + 1
+                if lost(error) or error.reason == "DRAINING":
+                    self._breakers.failed(endpoint)
+                hopeless = error.reason in _PIN_LIMITS or not may_pass(error) or failures > self.policy.tries
+                if hopeless or not self._budget.retry():
+                    raise error from caught
+                self.retries += 1
+                wait = self.policy.pause(failures, error.retry_after)
+                if deadline is not None and time.monotonic() + wait >= deadline:
+                    raise error from caught
+                await asyncio.sleep(wait)
+            else:
+                self._breakers.worked(endpoint)
+                return told
 
     # --- one call -------------------------------------------------------------------------
 
     async def _once(
-        self,
-        endpoint: str,
-        answer: _Answer,
-        deadline: float | None,
-        metadata: tuple[tuple[str, str], ...] | None,
-    ) -> Events:
+        self, endpoint: str, progress: Progress[E], deadline: float | None, metadata: Metadata
+    ) -> AsyncGenerator[E, None]:
         """One stream of the answer. Raises what ended it, also if that was too early."""
-        call = self._call(endpoint, answer, deadline, metadata)
-        answer.attached(anew=not answer.token)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self.resumes += bool(progress.token)
+        call = progress.call(self._channel(endpoint), left, metadata)
         try:
             while True:
                 async with asyncio.timeout(self._hang):
@@ -200,13 +196,10 @@ class ClusterClient:
                 if message is grpc.aio.EOF:
                     break
                 self._breakers.worked(endpoint)
-                told: pb.GenerateResponse = (
-                    message.response if isinstance(message, pb.ResumeResponse) else message
-                )
-                event = answer.take(told)
+                event = progress.take(message)
                 if event is not None:
                     yield event
-            if not answer.finished:
+            if not progress.finished:
                 code = await call.code()
                 raise TwinpoolError(
                     "SERVER_UNREACHABLE",
@@ -230,73 +223,46 @@ class ClusterClient:
         finally:
             call.cancel()
 
-    def _call(
-        self,
-        endpoint: str,
-        answer: _Answer,
-        deadline: float | None,
-        metadata: tuple[tuple[str, str], ...] | None,
-    ) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        stub = self._stub(endpoint)
-        if answer.token:
-            self.resumes += 1
-            request = pb.ResumeRequest(
-                token=answer.token, next_index=answer.next_index, tenant=answer.message.tenant
-            )
-            return stub.Resume(request, timeout=left, metadata=metadata)
-        call = stub.Generate(answer.message, timeout=left, metadata=metadata)
-        answer.message.repeated = True
-        return call
-
-    def _stub(self, endpoint: str) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
             self._channels[endpoint] = channel(endpoint, self._rpc, self._tls, key=self._key)
-        return inference_pb2_grpc.InferenceServiceStub(self._channels[endpoint])
+        return self._channels[endpoint]
 
     # --- between two calls ----------------------------------------------------------------
 
     async def _after(
-        self, error: TwinpoolError, endpoint: str, answer: _Answer, failures: int, deadline: float | None
+        self,
+        error: TwinpoolError,
+        endpoint: str,
+        progress: Progress[object],
+        failures: int,
+        deadline: float | None,
     ) -> None:
         """Waits until the next try is due, or raises the error if there is none."""
         if lost(error) or error.reason == "DRAINING":
             self._breakers.failed(endpoint)
-        gone = answer.token and error.reason in ("RESUME_LOST", "RESUME_TOKEN_INVALID")
+        gone = progress.token and error.reason in ("RESUME_LOST", "RESUME_TOKEN_INVALID")
         if gone:
             # Nobody has it: the same request with the same seed draws the same answer.
-            answer.token = b""
+            progress.token = b""
         hopeless = isinstance(error, PartedError) or not (gone or may_pass(error))
         if hopeless or failures > self.policy.tries:
             raise error
-        if failures > 1 or not answer.started:
+        if failures > 1 or not progress.started:
             if not self._budget.retry():
                 raise error
             self.retries += 1
-        wait = 0.0 if failures == 1 and answer.started else self.policy.pause(failures, error.retry_after)
+        wait = 0.0 if failures == 1 and progress.started else self.policy.pause(failures, error.retry_after)
         if deadline is not None and time.monotonic() + wait >= deadline:
             raise error
         await asyncio.sleep(wait)
 
-    async def _cancel(self, endpoint: str, answer: _Answer) -> None:
+    async def _cancel(self, endpoint: str, progress: Progress[object]) -> None:
         """The caller has left, or has given up. Without an answer to this, the grace ends it."""
-        message = answer.message
+        message = progress.request
         request = pb.CancelRequest(
-            token=answer.token, tenant=message.tenant, idempotency_key=message.idempotency_key
+            token=progress.token, tenant=message.tenant, idempotency_key=message.idempotency_key
         )
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(endpoint))
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
-            await self._stub(endpoint).Cancel(request, timeout=_CANCEL_SECONDS)
-
-
-def _resumable(message: pb.GenerateRequest, policy: RetryPolicy) -> pb.GenerateRequest:
-    """The request with all that it takes to send it again."""
-    made = pb.GenerateRequest()
-    made.CopyFrom(message)
-    if not made.HasField("resume_grace"):
-        made.resume_grace.FromNanoseconds(int(policy.grace_seconds * 1e9))
-    if not made.idempotency_key:
-        made.idempotency_key = secrets.token_hex(16)
-    if not made.sampling.HasField("seed"):
-        # Two routers would draw two seeds.
-        made.sampling.seed = secrets.randbits(63)
-    return made
+            await stub.Cancel(request, timeout=_CANCEL_SECONDS)

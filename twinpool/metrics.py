@@ -11,10 +11,9 @@ from __future__ import annotations
 import platform
 from typing import Final
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, Info
 
 from twinpool import __version__
-from twinpool.errors import TwinpoolError
 from twinpool.metric_buckets import (
     BYTE_BUCKETS,
     COUNT_BUCKETS,
@@ -25,11 +24,13 @@ from twinpool.metric_buckets import (
     TOKEN_BUCKETS,
     TTFT_BUCKETS,
 )
+from twinpool.metric_endpoint import start_http as start_http
 
 # --- every process ------------------------------------------------------------------------
 
 BUILD_INFO: Final = Info("twinpool_build", "Version of the process.")
 BUILD_INFO.info({"version": __version__, "python": platform.python_version()})
+AUDIT_WRITE_FAILURES = Counter("twinpool_audit_write_failures", "Audit lines that their file did not get.")
 
 # --- router: requests ---------------------------------------------------------------------
 
@@ -239,9 +240,12 @@ ROUTER_SESSION_FAILURES = Counter(
 )
 ROUTER_QUARANTINES = Counter("twinpool_router_quarantines", "Workers put into quarantine, by role.", ["role"])
 ROUTER_UNKNOWN_EVENTS = Counter(
-    "twinpool_router_unknown_events",
-    "Messages of workers that belong to no known attempt, by kind.",
-    ["kind"],
+    "twinpool_router_unknown_events", "Messages of workers of no known attempt, by kind.", ["kind"]
+)
+ROUTER_SESSION_TURNS = Counter(
+    "twinpool_router_session_turns",
+    "Later turns of sessions, by whether they ran on a worker of the turn before: kept, moved.",
+    ["result"],
 )
 
 # --- worker: engine -----------------------------------------------------------------------
@@ -257,7 +261,15 @@ WORKER_KV_USAGE = Gauge(
     "twinpool_worker_kv_cache_usage_perc", "Share of blocks that sequences or pins hold, 0 to 1."
 )
 WORKER_BLOCKS = Gauge(
-    "twinpool_worker_kv_blocks", "Blocks by state: free, cached, held, pinned, quarantined.", ["state"]
+    "twinpool_worker_kv_blocks",
+    "Blocks by state: free, cached, held, pinned, quarantined; and prefix_pinned of cached and held ones.",
+    ["state"],
+)
+WORKER_PREFIX_PINS = Gauge("twinpool_worker_prefix_pins", "Pins that keep a prefix in the cache.")
+WORKER_PIN_EVENTS = Counter(
+    "twinpool_worker_prefix_pin_events",
+    "What became of pins: pinned, renewed, refused, released, expired, gave_way.",
+    ["outcome"],
 )
 WORKER_CACHE_CONFIG = Info("twinpool_worker_cache_config", "Layout of the KV pool.")
 WORKER_PREFIX_QUERIES = Counter(
@@ -383,17 +395,3 @@ MEMBERSHIP_INVALID_RECORDS = Counter(
 MEMBERSHIP_EVENTS = Counter(
     "twinpool_membership_events", "Changes of the workers seen in etcd, by kind.", ["kind"]
 )
-
-
-def start_http(host: str = "127.0.0.1", port: int = 0) -> int:
-    """Serves /metrics on a thread of its own until the process ends. Returns the bound port.
-
-    Raises PORT_UNAVAILABLE.
-    """
-    try:
-        server, _thread = start_http_server(port, addr=host, registry=REGISTRY)
-    except OSError as error:
-        raise TwinpoolError(
-            "PORT_UNAVAILABLE", f"cannot serve metrics on {host}:{port}: {error.strerror}"
-        ) from None
-    return int(server.server_port)

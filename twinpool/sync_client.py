@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,6 +13,7 @@ from twinpool.client import Completion
 from twinpool.cluster_client import ClusterClient
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.retry import RetryPolicy
+from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -62,13 +63,41 @@ class SyncClusterClient:
         """Collects a whole answer."""
         return self._run(self._client.complete(message, timeout=timeout))
 
+    def warm(
+        self, message: pb.GenerateRequest, *, pin_seconds: float | None = None, timeout: float | None = None
+    ) -> pb.WarmResponse:
+        """See ``ClusterClient.warm``."""
+        return self._run(self._client.warm(message, pin_seconds=pin_seconds, timeout=timeout))
+
+    def release(
+        self,
+        *,
+        session_id: str = "",
+        pin_id: str = "",
+        prompt: pb.GenerateRequest | None = None,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> pb.ReleaseResponse:
+        """See ``ClusterClient.release``."""
+        asked = self._client.release(
+            session_id=session_id, pin_id=pin_id, prompt=prompt, tenant=tenant, timeout=timeout
+        )
+        return self._run(asked)
+
     def stream(
         self, message: pb.GenerateRequest, *, timeout: float | None = None
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Yields the events of an answer. Closing the generator early cancels the request."""
-        events = self._client.stream(message, timeout=timeout)
+        return self._each(self._client.stream(message, timeout=timeout))
 
-        async def following() -> pb.GenerateResponse | None:
+    def chat(
+        self, message: chat.ChatRequest, *, timeout: float | None = None
+    ) -> Generator[chat.ChatResponse, None, None]:
+        """Yields the events of a conversation's next turn. Closing the generator early cancels it."""
+        return self._each(self._client.chat(message, timeout=timeout))
+
+    def _each(self, events: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        async def following() -> T | None:
             return await anext(events, None)
 
         try:

@@ -191,7 +191,7 @@ struct Submit {
     // NOLINTNEXTLINE(misc-const-correctness): a Reader writes it
     SubmitArguments& s = arguments;
     a(now, s.request_id, s.pool, s.tenant, s.prompt_tokens, s.max_new_tokens, s.choices, s.bytes, s.priority,
-      s.deadline, s.preemptible, s.adapter, hashes);
+      s.deadline, s.preemptible, s.adapter, s.prefer, hashes);
   }
   Submission run(RouterCore& core) const {
     SubmitArguments with_hashes = arguments;

@@ -43,7 +43,7 @@ void archive_state(Reader& a, State& state) {
 template <typename A>
 void archive_request(A& a, Request& r) {
   a(r.id, r.request_id, r.adapter, r.pool, r.tenant, r.prompt_tokens, r.max_new_tokens, r.choices, r.bytes, r.priority,
-    r.preemptible, r.arrival, r.deadline, r.hashes);
+    r.preemptible, r.arrival, r.deadline, r.hashes, r.prefer);
   archive_state(a, r.state);
   a(r.attempt, r.failures, r.resumes, r.refusals, r.output_tokens, r.delivered, r.avoid, r.return_at, r.queued_at,
     r.queue_until, r.timer_at, r.bypassed, r.blocked_version, r.blocked_until, r.decision, r.placed, r.placed_at,

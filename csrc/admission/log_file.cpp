@@ -12,7 +12,7 @@ namespace twinpool::admission {
 
 namespace {
 
-constexpr std::uint64_t k_mark = 0x31474F4C50'54ULL;  // "TPLOG1" in memory
+constexpr std::uint64_t k_mark = 0x32474F4C50'54ULL;  // "TPLOG2" in memory
 enum class Codec : std::uint8_t { none, zstd };
 
 // FNV-1a over words: finds damage, and is not meant to withstand an attacker.

@@ -29,7 +29,8 @@ struct Request {
   bool preemptible = true;  // before its first token, by a higher priority
   double arrival = 0.0;
   double deadline = k_never;
-  std::vector<std::uint8_t> hashes;  // 16 bytes a full block
+  std::vector<std::uint8_t> hashes;          // 16 bytes a full block
+  std::vector<placement::Preferred> prefer;  // served its session's last turn
 
   State state;
   std::uint32_t attempt = 1;  // of the placement that runs, or comes next

@@ -16,6 +16,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -31,6 +32,13 @@
 
 namespace twinpool::admission {
 
+using WorkerName = std::pair<std::string, std::uint64_t>;
+
+/// Name, incarnation, and how many leading blocks of the prompt the worker had after its session's last turn; 0: that
+/// was too long ago to say.
+using SessionWorker = std::tuple<std::string, std::uint64_t, std::int64_t>;
+inline constexpr std::size_t k_prefer_max = 8;
+
 struct SubmitArguments {
   std::string request_id;
   std::string pool;
@@ -44,6 +52,7 @@ struct SubmitArguments {
   std::span<const std::uint8_t> hashes;
   bool preemptible = true;
   std::string adapter;  // empty: the base model
+  std::vector<SessionWorker> prefer;
 };
 
 struct Submission {
@@ -53,8 +62,6 @@ struct Submission {
   std::string limit;  // the limit that was hit, with its value
   double retry_after = 0.0;
 };
-
-using WorkerName = std::pair<std::string, std::uint64_t>;
 
 struct Action {
   enum class Kind : std::uint8_t { place, end, preempt };

@@ -128,7 +128,17 @@ bool RouterCore::fits_another(double now, const Request& request) {
 }
 
 void RouterCore::decide(double now, const Request& request, placement::Decision& decision, bool any_load) {
+  // How long what a session's workers had is believed before their events say it: those take milliseconds, and
+  // evictions that the index has heard of must not be unsaid for long.
+  constexpr double k_believed_seconds = 2.0;
   index_.longest_prefix(request.hashes, lengths_);
+  for (const placement::Preferred& preferred : request.prefer) {
+    const placement::Worker* worker = workers_.get(preferred.worker);
+    if (worker != nullptr && now < request.arrival + k_believed_seconds) {
+      std::uint32_t& blocks = lengths_.blocks[worker->index_slot];
+      blocks = std::max(blocks, static_cast<std::uint32_t>(preferred.blocks));
+    }
+  }
   placement::Query query;
   query.now = now;
   query.pool = request.pool;
@@ -144,6 +154,7 @@ void RouterCore::decide(double now, const Request& request, placement::Decision&
                 sizeof query.anchor);
   }
   query.avoid = request.avoid;
+  query.prefer = request.prefer;
   query.adapter = request.adapter;
   query.any_load = any_load;
   placer_.choose(query, decision);

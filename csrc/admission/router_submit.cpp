@@ -59,6 +59,11 @@ Submission RouterCore::submit(double now, const SubmitArguments& arguments) {
     request.deadline = arguments.deadline;
   }
   request.hashes.assign(arguments.hashes.begin(), arguments.hashes.end());
+  for (const auto& [name, incarnation, blocks] : arguments.prefer) {
+    if (const placement::Worker* worker = workers_.find(name, incarnation)) {
+      request.prefer.push_back({workers_.ref(*worker), blocks});
+    }
+  }
 
   refusal = check_deadline(now, request, to);
   if (refusal.cause == Cause::none) {
@@ -96,6 +101,11 @@ void RouterCore::check_arguments(double now, const SubmitArguments& arguments) c
   require(arguments.hashes.size() % prefix::k_hash_bytes == 0, "hashes; allowed: 16 bytes each");
   require(static_cast<std::int64_t>(arguments.hashes.size() / prefix::k_hash_bytes) <= arguments.prompt_tokens,
           "hashes; allowed: at most one a prompt token");
+  require(arguments.prefer.size() <= k_prefer_max, "prefer; allowed: at most 8 workers");
+  const auto blocks = static_cast<std::int64_t>(arguments.hashes.size() / prefix::k_hash_bytes);
+  require(std::ranges::all_of(arguments.prefer,
+                              [&](const SessionWorker& w) { return std::get<2>(w) >= 0 && std::get<2>(w) <= blocks; }),
+          "blocks of prefer; allowed: 0 to the blocks of the prompt");
 }
 
 RouterCore::Refusal RouterCore::check_tenant(double now, const SubmitArguments& arguments, TenantId tenant) {

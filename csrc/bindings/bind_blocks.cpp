@@ -84,6 +84,76 @@ void with_blocks(Manager& self, const py::array& blocks) {
   (self.core.*Method)(ids);
 }
 
+py::tuple unpin_prefixes(Manager& self, std::string tenant, std::string pin, std::string session,
+                         const std::optional<py::bytes>& last) {
+  PrefixPinFilter filter{.tenant = std::move(tenant), .pin = std::move(pin), .session = std::move(session), .last = {}};
+  if (last) {
+    filter.last = hash_from_bytes(*last, "last");
+  }
+  std::vector<PrefixPins::Pin> ended;
+  {
+    const CoreLock lock(self.mutex);
+    ended = self.core.unpin_prefixes(filter);
+  }
+  std::vector<BlockId> blocks;
+  for (const PrefixPins::Pin& each : ended) {
+    blocks.insert(blocks.end(), each.blocks.begin(), each.blocks.end());
+  }
+  return py::make_tuple(ended.size(), to_array(std::move(blocks)));
+}
+
+void bind_prefix_pins(py::class_<Manager, std::shared_ptr<Manager>>& manager) {
+  manager.def_property_readonly("prefix_pinned_blocks", &counter<&BlockManager::prefix_pinned_blocks>)
+      .def_property_readonly("prefix_pins", &counter<&BlockManager::prefix_pins>)
+      .def(
+          "has_prefix_pin",
+          [](Manager& self, const std::string& pin) {
+            const CoreLock lock(self.mutex);
+            return self.core.has_prefix_pin(pin);
+          },
+          py::arg("pin"))
+      .def(
+          "pin_prefix",
+          [](Manager& self, std::string pin, std::string tenant, std::string session, const py::array& hashes,
+             double expires_at, std::size_t max_pins, std::size_t max_blocks, std::size_t max_tenant_blocks) {
+            const auto span = hash_span(hashes, "hashes");
+            const PrefixPinOwner owner{std::move(pin), std::move(tenant), std::move(session), expires_at};
+            const CoreLock lock(self.mutex);
+            const auto result = self.core.pin_prefix(owner, span, {max_pins, max_blocks, max_tenant_blocks});
+            return std::make_tuple(std::string(name_of(result.refusal)), result.blocks, result.expires_at);
+          },
+          py::arg("pin"), py::arg("tenant"), py::arg("session"), py::arg("hashes"), py::arg("expires_at"),
+          py::kw_only(), py::arg("max_pins"), py::arg("max_blocks"), py::arg("max_tenant_blocks"))
+      .def("unpin_prefixes", &unpin_prefixes, py::arg("tenant"), py::kw_only(), py::arg("pin") = "",
+           py::arg("session") = "", py::arg("last") = py::none())
+      .def(
+          "expire_prefix_pins",
+          [](Manager& self, double now) {
+            const CoreLock lock(self.mutex);
+            return self.core.expire_prefix_pins(now);
+          },
+          py::arg("now"))
+      .def("end_next_prefix_pin",
+           [](Manager& self) {
+             const CoreLock lock(self.mutex);
+             return self.core.end_next_prefix_pin();
+           })
+      .def("next_prefix_expiry",
+           [](Manager& self) {
+             const CoreLock lock(self.mutex);
+             return self.core.next_prefix_expiry();
+           })
+      .def(
+          "demote",
+          [](Manager& self, const py::array& blocks, const py::array& generations) {
+            const auto ids = block_span(blocks);
+            const auto of_ids = exact_span<std::uint64_t>(generations, "generations");
+            const CoreLock lock(self.mutex);
+            return self.core.demote(ids, of_ids);
+          },
+          py::arg("blocks"), py::arg("generations"));
+}
+
 }  // namespace
 
 PyBlockManager::PyBlockManager(std::int64_t num_blocks, std::int64_t block_tokens, py::array generations_array)
@@ -91,7 +161,9 @@ PyBlockManager::PyBlockManager(std::int64_t num_blocks, std::int64_t block_token
       core(num_blocks, block_tokens, writable_generations(generations)) {}
 
 void bind_blocks(py::module_& module) {
-  py::class_<Manager, std::shared_ptr<Manager>>(module, "BlockManager", py::is_final())
+  py::class_<Manager, std::shared_ptr<Manager>> manager(module, "BlockManager", py::is_final());
+  bind_prefix_pins(manager);
+  manager
       .def(py::init<std::int64_t, std::int64_t, py::array>(), py::arg("num_blocks"), py::arg("block_tokens"),
            py::arg("generations"))
       .def_property_readonly("num_blocks", &counter<&BlockManager::num_blocks>)

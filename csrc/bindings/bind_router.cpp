@@ -101,7 +101,8 @@ void bind_requests(py::class_<Self>& core) {
       "submit",
       [](Self& self, double now, std::string request_id, std::string pool, std::int64_t prompt_tokens,
          std::int64_t max_new_tokens, const py::array& hashes, std::int64_t n, int priority, std::string tenant,
-         double deadline, std::int64_t bytes, bool preemptible, std::string adapter) {
+         double deadline, std::int64_t bytes, bool preemptible, std::string adapter,
+         std::vector<ad::SessionWorker> prefer) {
         const prefix::HashBytes span = bytes_of(hash_span(hashes, "hashes"));
         ad::SubmitArguments arguments{std::move(request_id),
                                       std::move(pool),
@@ -114,14 +115,16 @@ void bind_requests(py::class_<Self>& core) {
                                       deadline,
                                       span,
                                       preemptible,
-                                      std::move(adapter)};
+                                      std::move(adapter),
+                                      std::move(prefer)};
         const CoreLock lock(self.mutex);
         return self.recorder([&] { return calls::Call(calls::Submit{now, arguments, copy_of(span)}); },
                              [&] { return self.core.submit(now, arguments); });
       },
       py::arg("now"), py::arg("request_id"), py::arg("pool"), py::arg("prompt_tokens"), py::arg("max_new_tokens"),
       py::arg("hashes"), py::kw_only(), py::arg("n") = 1, py::arg("priority") = 0, py::arg("tenant") = "",
-      py::arg("deadline") = 0.0, py::arg("bytes") = 0, py::arg("preemptible") = true, py::arg("adapter") = "");
+      py::arg("deadline") = 0.0, py::arg("bytes") = 0, py::arg("preemptible") = true, py::arg("adapter") = "",
+      py::arg("prefer") = std::vector<ad::SessionWorker>{});
   core.def("plan", [](Self& self, double now) { return make(self, calls::Plan{now}); }, py::arg("now"));
   core.def(
       "next_wake",

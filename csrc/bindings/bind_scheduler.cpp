@@ -42,8 +42,9 @@ NewSequence new_sequence(const py::array& tokens, const py::array& hashes, const
 }
 
 SequenceId add(Scheduler& self, const py::array& tokens, const py::array& hashes, const py::bytes& root,
-               std::int64_t max_new_tokens, std::int64_t priority, double arrival, bool preemptible) {
-  const NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival, preemptible);
+               std::int64_t max_new_tokens, std::int64_t priority, double arrival, bool preemptible, bool use_cache) {
+  NewSequence request = new_sequence(tokens, hashes, root, max_new_tokens, priority, arrival, preemptible);
+  request.use_cache = use_cache;
   const CoreLock lock(self.blocks->mutex);
   return self.core.add(request);
 }
@@ -135,7 +136,8 @@ void bind_scheduler(py::module_& module) {
   py::class_<Scheduler>(module, "StepScheduler", py::is_final())
       .def(py::init<std::shared_ptr<PyBlockManager>, const SchedulerConfig&>(), py::arg("blocks"), py::arg("config"))
       .def("add", &add, py::arg("tokens"), py::arg("hashes"), py::arg("root"), py::kw_only(), py::arg("max_new_tokens"),
-           py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true)
+           py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true,
+           py::arg("use_cache") = true)
       .def("reserve", &reserve, py::arg("tokens"), py::arg("hashes"), py::arg("root"), py::kw_only(),
            py::arg("max_new_tokens"), py::arg("priority") = 0, py::arg("arrival") = 0.0, py::arg("preemptible") = true,
            py::arg("seats") = 1)

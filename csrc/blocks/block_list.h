@@ -27,6 +27,15 @@ class BlockList {
     ++size_;
   }
 
+  void push_front(BlockId id) noexcept {
+    Block& block = (*blocks_)[static_cast<std::size_t>(id)];
+    block.previous = no_block;
+    block.next = front_;
+    (front_ == no_block ? back_ : (*blocks_)[static_cast<std::size_t>(front_)].previous) = id;
+    front_ = id;
+    ++size_;
+  }
+
   void remove(BlockId id) noexcept {
     const Block& block = (*blocks_)[static_cast<std::size_t>(id)];
     next_of(block.previous) = block.next;

@@ -91,7 +91,7 @@ std::optional<std::size_t> BlockManager::acquire(std::span<const Hash128> hashes
   for (std::size_t i = start; i < start + prefix; ++i) {
     Block& block = at(out[i]);
     ++block.refs;
-    if (block.state == BlockState::cached) {
+    if (block.idle()) {
       become_held(out[i]);
     }
   }
@@ -109,13 +109,12 @@ std::optional<std::size_t> BlockManager::acquire(std::span<const Hash128> hashes
 
 void BlockManager::reference(std::span<const BlockId> ids) {
   for (const BlockId id : ids) {
-    const BlockState state = checked(id).state;
-    require(state == BlockState::held || state == BlockState::cached,
+    require(checked(id).state == BlockState::held || at(id).idle(),
             [&] { return "only a block with content can be referenced; block " + std::to_string(id) + " has none"; });
   }
   for (const BlockId id : ids) {
     ++at(id).refs;
-    if (at(id).state == BlockState::cached) {
+    if (at(id).idle()) {
       become_held(id);
     }
   }
@@ -165,7 +164,11 @@ void BlockManager::become_held(BlockId id) {
   // A held block holds its ancestors. In the common case the parent is already held and the walk ends at once.
   while (true) {
     Block& block = at(id);
-    cached_.remove(id);
+    if (block.state == BlockState::pinned) {
+      --idle_pinned_;
+    } else {
+      cached_.remove(id);
+    }
     block.state = BlockState::held;
     ++held_;
     id = block.parent;
@@ -187,8 +190,13 @@ void BlockManager::become_idle(BlockId id) {
       free_block(id);
       return;
     }
-    block.state = BlockState::cached;
-    cached_.push_back(id);
+    if (block.prefix_pins > 0) {
+      block.state = BlockState::pinned;
+      ++idle_pinned_;
+    } else {
+      block.state = BlockState::cached;
+      cached_.push_back(id);
+    }
     id = block.parent;
     if (id == no_block) {
       return;
@@ -205,6 +213,9 @@ void BlockManager::evict_oldest() {
   Block& block = at(id);
   published_.erase(id);
   block.published = false;
+  if (block.parent != no_block) {
+    --at(block.parent).children;
+  }
   block.parent = no_block;
   events_.removed(block.hash, block.published_epoch != events_.epoch());
   free_block(id);
@@ -248,6 +259,8 @@ std::vector<BlockId> BlockManager::drain_freed() {
 }
 
 std::size_t BlockManager::reset_cache() {
+  // Content that is not to be trusted must not outlive this by a pin.
+  while (end_next_prefix_pin()) {}
   const std::size_t count = cached_.size();
   while (!cached_.empty()) {
     evict_oldest();

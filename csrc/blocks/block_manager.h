@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "blocks/block.h"
 #include "blocks/block_list.h"
 #include "blocks/block_map.h"
 #include "blocks/cache_events.h"
+#include "blocks/prefix_pins.h"
 #include "blocks/transfer_pins.h"
 #include "hash/hash128.h"
 
@@ -29,12 +31,18 @@ class BlockManager {
   [[nodiscard]] std::size_t num_blocks() const noexcept { return blocks_.size(); }
   [[nodiscard]] std::size_t block_tokens() const noexcept { return block_tokens_; }
   [[nodiscard]] std::size_t free_blocks() const noexcept { return free_.size(); }
-  [[nodiscard]] std::size_t cached_blocks() const noexcept { return cached_.size(); }
+  /// Content that nobody needs now, what prefix pins keep of it included.
+  [[nodiscard]] std::size_t cached_blocks() const noexcept { return cached_.size() + idle_pinned_; }
   [[nodiscard]] std::size_t held_blocks() const noexcept { return held_; }
   [[nodiscard]] std::size_t pinned_blocks() const noexcept { return pinned_; }
   [[nodiscard]] std::size_t quarantined_blocks() const noexcept { return quarantined_; }
+  /// What can be given out: free ones, and cached ones that no prefix pin keeps.
   [[nodiscard]] std::size_t available_blocks() const noexcept { return free_.size() + cached_.size(); }
   [[nodiscard]] std::size_t pinned_transfers() const noexcept { return transfers_.size(); }
+  /// Under a prefix pin, needed by somebody or not.
+  [[nodiscard]] std::size_t prefix_pinned_blocks() const noexcept { return prefix_pinned_; }
+  [[nodiscard]] std::size_t prefix_pins() const noexcept { return prefix_pins_.size(); }
+  [[nodiscard]] bool has_prefix_pin(const std::string& pin) const { return prefix_pins_.find(pin) != nullptr; }
   [[nodiscard]] std::uint64_t generation(BlockId id) const { return generations_[static_cast<std::size_t>(id)]; }
   [[nodiscard]] BlockState state(BlockId id) const { return at(id).state; }
 
@@ -58,6 +66,19 @@ class BlockManager {
   bool unpin(std::uint64_t transfer, std::int64_t reader);
   std::vector<std::uint64_t> expire(double now);
 
+  /// Keeps the prefix with these hashes in the cache until the pin ends: all of it, or nothing and why. A pin that is
+  /// there already is made longer.
+  PrefixPinResult pin_prefix(const PrefixPinOwner& owner, std::span<const Hash128> hashes,
+                             const PrefixPinLimits& limits);
+  std::vector<PrefixPins::Pin> unpin_prefixes(const PrefixPinFilter& filter);
+  std::size_t expire_prefix_pins(double now);
+  /// Ends the pin that would end first; false if there is none.
+  bool end_next_prefix_pin();
+  [[nodiscard]] std::optional<double> next_prefix_expiry() const { return prefix_pins_.next_expiry(); }
+  /// Makes these blocks the next ones to be evicted, where their content is still that of the generation, nobody needs
+  /// or pins it and no other cached content is built on it. A sequence's blocks in its order; returns how many.
+  std::size_t demote(std::span<const BlockId> ids, std::span<const std::uint64_t> generations);
+
   void quarantine(std::span<const BlockId> ids);
   void unquarantine(std::span<const BlockId> ids);
 
@@ -79,11 +100,13 @@ class BlockManager {
   void raise_generation(BlockId id);
   void publish(BlockId id, const Hash128& hash, const Hash128& parent_hash, BlockId parent);
   void drop_pins(std::span<const BlockId> ids);
+  void drop_prefix_pin(std::span<const BlockId> ids);
   void mark_distinct(std::span<const BlockId> ids, const char* call);
   void compact_events();
 
   void check_block(BlockId id) const;
   void check_lists() const;
+  void check_prefix_pins() const;
 
   std::vector<Block> blocks_;
   std::size_t block_tokens_;
@@ -93,9 +116,12 @@ class BlockManager {
   BlockMap published_;
   CacheEvents events_;
   TransferPins transfers_;
+  PrefixPins prefix_pins_;
   std::vector<BlockId> ended_;
   std::size_t held_ = 0;
   std::size_t pinned_ = 0;
+  std::size_t prefix_pinned_ = 0;
+  std::size_t idle_pinned_ = 0;  ///< in state pinned
   std::size_t quarantined_ = 0;
 };
 

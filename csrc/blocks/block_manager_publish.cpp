@@ -44,8 +44,9 @@ void BlockManager::publish(BlockId id, const Hash128& hash, const Hash128& paren
   published_.insert(id);
   events_.stored(hash, parent_hash);
   if (parent != no_block) {
+    ++at(parent).children;
     ++at(parent).held_children;
-    if (at(parent).state == BlockState::cached) {
+    if (at(parent).idle()) {
       become_held(parent);
     }
   }
@@ -54,15 +55,14 @@ void BlockManager::publish(BlockId id, const Hash128& hash, const Hash128& paren
 void BlockManager::pin(std::uint64_t transfer, std::span<const BlockId> ids, std::int64_t readers, double expires_at) {
   transfers_.check(transfer, readers, expires_at);
   for (const BlockId id : ids) {
-    const BlockState state = checked(id).state;
-    require(state == BlockState::held || state == BlockState::cached,
+    require(checked(id).state == BlockState::held || at(id).idle(),
             [&] { return "only a block with content can be pinned; block " + std::to_string(id) + " has none"; });
   }
   transfers_.add(transfer, ids, readers, expires_at);
   for (const BlockId id : ids) {
     Block& block = at(id);
     pinned_ += block.pins++ == 0 ? 1 : 0;
-    if (block.state == BlockState::cached) {
+    if (block.idle()) {
       become_held(id);
     }
   }

@@ -105,7 +105,8 @@ class Worker {
   void add() {
     Tokens tokens;
     std::vector<Hash128> hashes;
-    const NewSequence made = request(tokens, hashes);
+    NewSequence made = request(tokens, hashes);
+    made.use_cache = made.preemptible || made.priority > 0;
     try {
       known_[scheduler_.add(made)] = {tokens, tokens.size(), static_cast<std::size_t>(made.max_new_tokens)};
     } catch (const CoreError&) {

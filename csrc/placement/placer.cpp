@@ -167,7 +167,6 @@ Obstacle Placer::prefill_sides(const Query& query, Decision& decision) {
 // one that the prompt's content picks: two routers that know the same choose the
 // same, whatever each has placed before.
 void Placer::settle_alike(const Query& query) {
-  constexpr double k_alike = 0.10;
   constexpr std::int64_t k_shares = 8;  // less than an eighth of a prompt is no reason: all may begin alike
   if (query.anchor == 0) {
     return;
@@ -197,6 +196,7 @@ void Placer::add_prefill(const Query& query, const Worker& worker, std::uint32_t
   side.harm = pressure_ * side.source.compute;
   side.served = worker.served;
   side.turn = (slot + rotation_) % (workers_.slots() + 1);
+  side.preferred = contains(query.prefer, slot, worker.epoch);
   side.unknown = !worker.report;
   prefill_.push_back(side);
 }
@@ -243,7 +243,6 @@ void Placer::fetch_option(const Query& query, const Worker& worker, double wait,
                           Source& source) const {
   // Holders that cost about the same take turns: a prefix that all prompts share
   // must not make one worker serve it to all.
-  constexpr double k_alike = 0.10;
   const std::int64_t usable = (query.prompt_tokens - 1) / worker.spec.block_tokens;
   const std::int64_t own = source.cached;
   const double own_cost = source.compute * (1.0 + pressure);

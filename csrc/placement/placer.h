@@ -24,6 +24,16 @@ struct PlacementLimits {
                                               // where fewer were seen
 };
 
+/// A worker that served the last turn of a request's session.
+struct Preferred {
+  WorkerRef worker;
+  std::int64_t blocks = 0;  // leading ones of the prompt that it then had
+  template <typename A>
+  void archive(A& a) {
+    a(worker, blocks);
+  }
+};
+
 struct Query {
   double now = 0.0;
   std::uint32_t pool = 0;
@@ -35,6 +45,7 @@ struct Query {
   double waiting = 0.0;      // others of the pool that wait in the router
   std::uint64_t anchor = 0;  // of the prompt's content: what routers break ties alike by; 0: unknown
   std::span<const WorkerRef> avoid;
+  std::span<const Preferred> prefer;
   std::string_view adapter;  // that a worker must have; empty: the base model
   bool any_load = false;     // predict on ready workers as if all had room
 };
@@ -137,6 +148,7 @@ class Placer {
     double harm;        // what the compute delays others
     double cost;        // done and harm; equal for those that are alike
     std::uint64_t pull, served, turn;
+    bool preferred;
     bool unknown;
     bool full;  // takes nothing now; only what it would cost is looked at
   };
@@ -148,6 +160,7 @@ class Placer {
     Source local_source;
     double local_wait, local_harm;
     std::uint64_t served, turn;
+    bool preferred;
     bool unknown;
   };
 

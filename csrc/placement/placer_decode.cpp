@@ -11,7 +11,13 @@ namespace twinpool::placement {
 
 namespace {
 constexpr double k_nothing_blocked = std::numeric_limits<double>::infinity();
+
+// What a session's workers are let off: half of what costs may differ by and still be alike, for each of the two. So
+// they win among those alike, and lose to any that is clearly better.
+double preference(double total, bool prefill, bool decode) {
+  return total * (1.0 - k_alike * ((prefill ? 0.5 : 0.0) + (decode ? 0.5 : 0.0)));
 }
+}  // namespace
 
 Obstacle Placer::decode_sides(const Query& query, Decision& decision) {
   decode_.clear();
@@ -119,6 +125,7 @@ void Placer::add_decode(const Query& query, const Worker& worker, std::uint32_t 
   }
   side.served = worker.served;
   side.turn = (slot + rotation_) % (workers_.slots() + 1);
+  side.preferred = contains(query.prefer, slot, worker.epoch);
   side.unknown = !worker.report;
   decode_.push_back(side);
 }
@@ -169,7 +176,8 @@ void Placer::offer(Decision& decision, const PrefillSide* prefill, const DecodeS
   const double side = prefill == nullptr ? decode.local_wait + decode.local_source.fetch + decode.local_source.compute +
                                                decode.local_harm
                                          : prefill->cost;
-  const double total = side + transfer + decode.wait + decode.harm;
+  const double cost = side + transfer + decode.wait + decode.harm;
+  const double total = preference(cost, prefill == nullptr ? decode.preferred : prefill->preferred, decode.preferred);
   if (prefill != nullptr && prefill->full) {
     blocked_total_ = std::min(blocked_total_, total);
     return;
@@ -181,7 +189,7 @@ void Placer::offer(Decision& decision, const PrefillSide* prefill, const DecodeS
   if (decision.pairs > 1) {
     const bool equal = std::abs(total - best_total_) <= k_tie * best_total_;
     if (equal ? tie >= best_tie_ : total > best_total_) {
-      keep_other(decision, prefill, decode, transfer, total);
+      keep_other(decision, prefill, decode, transfer, cost);
       return;
     }
     if (decision.others_count < Decision::k_others) {

@@ -10,7 +10,8 @@
 
 namespace twinpool::placement {
 
-inline constexpr double k_tie = 1e-6;  // relative; costs closer than this are equal
+inline constexpr double k_alike = 0.10;  // relative; models are not more exact than this
+inline constexpr double k_tie = 1e-6;    // relative; costs closer than this are equal
 
 inline std::int64_t blocks_of(std::int64_t tokens, std::int64_t block_tokens) {
   return (tokens + block_tokens - 1) / block_tokens;
@@ -19,6 +20,11 @@ inline std::int64_t blocks_of(std::int64_t tokens, std::int64_t block_tokens) {
 inline bool contains(std::span<const WorkerRef> refs, std::uint32_t slot, std::uint64_t epoch) {
   return std::any_of(refs.begin(), refs.end(),
                      [&](const WorkerRef& ref) { return ref.slot == slot && ref.epoch == epoch; });
+}
+
+inline bool contains(std::span<const Preferred> preferred, std::uint32_t slot, std::uint64_t epoch) {
+  return std::any_of(preferred.begin(), preferred.end(),
+                     [&](const Preferred& p) { return p.worker.slot == slot && p.worker.epoch == epoch; });
 }
 
 /// When a worker that is out for a while comes back; the earliest of all is when to look again.

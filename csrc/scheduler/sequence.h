@@ -47,6 +47,7 @@ struct Sequence {
   bool follower = false;      ///< a fork that was made before its parent's start, and so starts with it
   bool knows_cached = false;  ///< cached_tokens is set
   bool preemptible = true;    ///< false: it gets all blocks that it may ever need at once, and keeps them
+  bool use_cache = true;      ///< false: until its first token is drawn, no position is taken from the cache
   bool overdue = false;       ///< waits, and has been overtaken as often as is allowed
   std::int64_t rank = 0;      ///< higher goes first; the priority, or 0 under fcfs
   std::size_t cost = 0;       ///< lower goes first: tokens to compute when it began to wait, or 0 under other policies
@@ -87,6 +88,10 @@ struct Sequence {
   /// The planned step computes its newest token and so samples the next.
   [[nodiscard]] bool samples() const noexcept { return query == left(); }
   [[nodiscard]] std::size_t outputs() const noexcept { return tokens.size() - prompt_tokens; }
+  /// Leading blocks that the cache may give it. At least the last token is computed: its result is the next token.
+  [[nodiscard]] std::size_t cacheable(std::size_t block_tokens) const noexcept {
+    return use_cache || outputs() > 0 ? std::min(hashes.size(), (tokens.size() - 1) / block_tokens) : 0;
+  }
 };
 
 }  // namespace twinpool

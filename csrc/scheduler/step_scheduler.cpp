@@ -217,6 +217,7 @@ std::unique_ptr<Sequence> StepScheduler::make(const NewSequence& request) const 
   sequence->rank = by_priority_ ? request.priority : 0;
   sequence->arrival = request.arrival;
   sequence->preemptible = request.preemptible;
+  sequence->use_cache = request.use_cache;
   sequence->prompt_tokens = count;
   sequence->max_new_tokens = static_cast<std::size_t>(request.max_new_tokens);
   sequence->root = request.root;
@@ -256,7 +257,8 @@ std::size_t StepScheduler::blocks_at_start(const Sequence& sequence, std::size_t
 void StepScheduler::enqueue(Sequence& sequence) {
   sequence.state = SequenceState::waiting;
   if (by_cost_) {
-    const std::size_t cached = blocks_.lookup(sequence.hashes) * block_tokens_;
+    const auto cacheable = std::span(sequence.hashes).first(sequence.cacheable(block_tokens_));
+    const std::size_t cached = blocks_.lookup(cacheable) * block_tokens_;
     sequence.cost = std::max<std::size_t>(sequence.tokens.size() - std::max(cached, sequence.known()), 1);
   }
   waiting_.insert(sequence);

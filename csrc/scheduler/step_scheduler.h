@@ -27,6 +27,7 @@ struct NewSequence {
   std::int64_t priority = 0;
   double arrival = 0;
   bool preemptible = true;
+  bool use_cache = true;   ///< of one that is added: false computes every position of the prompt
   std::int64_t seats = 1;  ///< of a reservation: sequences that will run, its forks included
 };
 

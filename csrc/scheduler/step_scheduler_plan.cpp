@@ -130,8 +130,7 @@ void StepScheduler::plan_prefills(StepPlan& plan) {
 bool StepScheduler::admit(std::size_t row) {
   Sequence& sequence = waiting_.front();
   const std::size_t tokens = sequence.tokens.size();
-  // At least the last token is computed: its result is the next token.
-  const std::size_t usable = std::min(sequence.hashes.size(), (tokens - 1) / block_tokens_);
+  const std::size_t usable = sequence.cacheable(block_tokens_);
   // Each decode that runs may want a block soon; without that much left, admission would end in preemption.
   const std::size_t spare = table_.decodes();
   const auto prefix = blocks_.acquire(std::span(sequence.hashes).first(usable),

@@ -33,9 +33,12 @@ class Bench {
   Bench& operator=(const Bench&) = delete;
   ~Bench() { check(); }
 
-  SequenceId add(const Tokens& tokens, std::int64_t max_new_tokens, std::int64_t priority = 0, double arrival = 0) {
+  SequenceId add(const Tokens& tokens, std::int64_t max_new_tokens, std::int64_t priority = 0, double arrival = 0,
+                 bool use_cache = true) {
     const Hashes hashes = hashes_of(tokens);
-    const SequenceId id = scheduler.add(request(tokens, hashes, max_new_tokens, priority, arrival));
+    NewSequence wanted = request(tokens, hashes, max_new_tokens, priority, arrival);
+    wanted.use_cache = use_cache;
+    const SequenceId id = scheduler.add(wanted);
     check();
     return id;
   }

@@ -102,6 +102,53 @@ TEST(Prefill, IdenticalPromptsAtOnceShareOneCopyAfterTheStep) {
   EXPECT_EQ(bench.pool.manager.held_blocks(), 2U);
 }
 
+TEST(Prefill, WithoutTheCacheEveryPositionIsComputedAndPublished) {
+  Bench bench(16, {.max_num_seqs = 4, .max_batched_tokens = 16, .max_chunk_tokens = 16, .policy = "shortest_uncached"});
+  bench.remove(bench.add(prompt(9), 0));
+  const SequenceId warm = bench.add(prompt(9), 0);
+  bench.step();
+  bench.remove(warm);
+  // Two more blocks than the cache has.
+  const SequenceId id = bench.add(prompt(14), 0, 0, 0, false);
+  const StepPlan plan = bench.step();
+  EXPECT_EQ(plan.positions, prompt(14, 0));
+  EXPECT_EQ(bench.scheduler.sequence(id).cached_tokens, 0U);
+  bench.remove(id);
+  const SequenceId again = bench.add(prompt(14), 0);
+  bench.step();
+  EXPECT_EQ(bench.scheduler.sequence(again).cached_tokens, 12U);
+}
+
+TEST(Prefill, WhatWaitsForNoCacheIsNotTakenForShort) {
+  Bench bench(16, {.max_num_seqs = 1, .max_batched_tokens = 16, .max_chunk_tokens = 16, .policy = "shortest_uncached"});
+  const SequenceId first = bench.add(prompt(13), 0);
+  bench.step();
+  bench.remove(first);
+  const SequenceId all = bench.add(prompt(13), 0, 0, 1.0, false);
+  const SequenceId half = bench.add(prompt(6, 300), 0, 0, 2.0);
+  EXPECT_EQ(bench.step().seq.front(), half);
+  EXPECT_EQ(bench.step().seq.front(), all);
+}
+
+TEST(Prefill, AfterItsFirstTokenItTakesItsOwnBlocksFromTheCache) {
+  // The other one needs a block, and this one has less to lose.
+  Bench bench(7, {.max_num_seqs = 4, .max_batched_tokens = 32, .max_chunk_tokens = 32});
+  const SequenceId other = bench.add(prompt(12, 300), 12);
+  bench.step();
+  const SequenceId id = bench.add(prompt(8), 8, 0, 1.0, false);
+  StepPlan plan = bench.step();
+  while (plan.preempted.empty()) {
+    ASSERT_FALSE(plan.seq.empty());
+    plan = bench.step();
+  }
+  ASSERT_EQ(plan.preempted, std::vector<SequenceId>{id});
+  ASSERT_GE(bench.outputs(id).size(), 1U);
+  bench.remove(other);
+  plan = bench.step();
+  ASSERT_EQ(plan.seq, std::vector<SequenceId>{id});
+  EXPECT_EQ(plan.positions.front(), 8);
+}
+
 TEST(Prefill, WaitsWithoutBlocksAndIsServedInOrder) {
   Bench bench(4);
   const SequenceId first = bench.add(prompt(12), 0, 0, 1.0);

@@ -6,6 +6,7 @@ from twinpool.engine.sampling.grammar import GrammarError, Grammars, GrammarStat
 from twinpool.engine.sampling.logprobs import TokenLogprobs
 from twinpool.engine.sampling.params import MAX_LOGPROBS, DrawParams, DrawParamsError, Finish
 from twinpool.engine.sampling.sampler import Sample, sample
+from twinpool.engine.sampling.scoring import PromptLogprobs, PromptScoring
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -16,6 +17,8 @@ __all__ = [
     "GrammarState",
     "Grammars",
     "Masks",
+    "PromptLogprobs",
+    "PromptScoring",
     "Sample",
     "SequenceDraw",
     "TokenLogprobs",

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from twinpool.engine.sampling.grammar import GrammarState
 from twinpool.engine.sampling.params import DrawParams, Finish
+from twinpool.engine.sampling.scoring import PromptScoring
 
 _EMPTY = np.zeros(0, np.int32)
 
@@ -41,7 +42,7 @@ class SequenceDraw:
     ``ModelRunner.step`` appends what it draws; nobody else appends to a draw that a runner steps.
     """
 
-    __slots__ = ("_outputs", "_seen", "choice", "grammar", "params", "siblings")
+    __slots__ = ("_outputs", "_seen", "choice", "grammar", "params", "scoring", "siblings")
 
     def __init__(
         self,
@@ -52,15 +53,18 @@ class SequenceDraw:
         outputs: Iterable[int] = (),
         siblings: tuple["SequenceDraw", ...] = (),
         grammar: GrammarState | None = None,
+        scoring: PromptScoring | None = None,
     ) -> None:
         """``outputs`` are the tokens that the choice has already, in order: drawn here before, or elsewhere.
 
         ``siblings`` are other choices that draw from the *same* logits (the first tokens of n choices over one
         prefill); their draws come back beside this one's. ``grammar``: a new state of what the output must follow.
+        ``scoring``: the prompt, if its own log-probabilities are wanted as it is computed.
         """
         self.params = params
         self.choice = choice
         self.siblings = siblings
+        self.scoring = scoring
         self._outputs: list[int] = []
         # The prompt counts for the repetition penalty alone.
         self._seen = (

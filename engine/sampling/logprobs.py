@@ -24,16 +24,26 @@ class TokenLogprobs:
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
     """``logits[m, vocab]``, drawn ``tokens int64[m]``, alternatives wanted per row."""
-    wide = logits.double()
-    normaliser = wide.logsumexp(-1)
-    chosen = (wide.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
-    most = min(max(counts), logits.shape[1])
-    values, ids = _top(wide, most)
-    values -= normaliser.cpu().numpy()[:, None]
+    chosen, values, ids = scores(logits, tokens, max(counts))
     return [
         TokenLogprobs(token, logprob, ids[i, :count].astype(np.int32), values[i, :count].astype(np.float32))
-        for i, (token, logprob, count) in enumerate(zip(tokens.tolist(), chosen, counts, strict=True))
+        for i, (token, logprob, count) in enumerate(
+            zip(tokens.tolist(), chosen.tolist(), counts, strict=True)
+        )
     ]
+
+
+def scores(
+    logits: Tensor, tokens: Tensor, count: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Log-probabilities ``[m]`` of ``tokens int64[m]``, and ``[m, k]`` of the ``count`` likeliest (or the whole vocabulary) with
+    their ids, of ``logits[m, vocab]``."""
+    wide = logits.double()
+    normaliser = wide.logsumexp(-1)
+    chosen = (wide.gather(1, tokens[:, None])[:, 0] - normaliser).cpu().numpy()
+    values, ids = _top(wide, min(count, logits.shape[1]))
+    values -= normaliser.cpu().numpy()[:, None]
+    return chosen, values, ids
 
 
 def _top(values: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

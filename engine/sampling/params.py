@@ -70,6 +70,8 @@ class DrawParams:
     """What the output must follow, as llguidance reads it; "": anything."""
     logprobs: int | None = None
     """Alternatives to report for each token, 0 to 20; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each position of the prompt but the first, by whoever computes it."""
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, 100.0)
@@ -88,8 +90,9 @@ class DrawParams:
             raise DrawParamsError("logit_bias", len(self.logit_bias), "each token once")
         for _, bias in self.logit_bias:
             _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise DrawParamsError("logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise DrawParamsError(name, count, f"from 0 to {MAX_LOGPROBS}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises DrawParamsError if an id is outside the vocabulary or the stop ids are all of it."""

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """ChatService: the next turn of a conversation, with calls of tools.
 
-A chat is a request of InferenceService whose prompt is rendered here and whose text is read here. A turn that must call a tool
-begins with the call: its beginning stands in the prompt, and a grammar says how it goes on.
+A chat is a request of InferenceService whose prompt is made of a conversation (``prompt``) and whose answer is read here
+(``stream``). How it is read follows from the request and the tokens alone, so any router can go on with it.
 """
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from twinpool.errors import ConfigError, TwinpoolError
-from twinpool.router.call import Call, Rendered
-from twinpool.router.chat.forced import forced_grammar
-from twinpool.router.chat.turn import Turn
-from twinpool.router.models import ModelTable
+from twinpool.config import RouterSection
+from twinpool.errors import TwinpoolError
+from twinpool.router.call import Call
+from twinpool.router.chat.position import check_positions
+from twinpool.router.chat.prompt import AskedTurn, TurnPlanner
+from twinpool.router.chat.stream import TurnStream
 from twinpool.router.service import InferenceService
-from twinpool.router.tenants import Tenants
-from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
-from twinpool.text import ChatStyle, ChatTemplateError, Tokenizer
-from twinpool.text.calls import THINK_END, Format, find_format, formats
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -31,39 +26,14 @@ SERVICE: Final = chat.DESCRIPTOR.services_by_name["ChatService"].full_name
 ChatCall = Call[chat.ChatResponse]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a turn is to be made and read."""
-
-    conversation: pb.ChatMessages
-    calls: Format | None
-    opening: str = ""
-    grammar: str = ""
-
-
 class ChatService:
     """See the module. Raises TwinpoolError; the server turns it into a status."""
 
-    def __init__(
-        self,
-        inference: InferenceService,
-        models: ModelTable,
-        tokenize: TokenizeHop,
-        tenants: Tenants,
-        call_format: str,
-    ) -> None:
-        """``call_format``: how the models write calls; "": as their chat templates show. Raises ConfigError for an unknown one."""
+    def __init__(self, inference: InferenceService, limits: RouterSection) -> None:
+        """Raises ConfigError."""
         self._inference = inference
-        self._models = models
-        self._tokenize = tokenize
-        self._tenants = tenants
-        try:
-            self._format = find_format(call_format) if call_format else None
-        except KeyError:
-            known = ", ".join(formats())
-            raise ConfigError(
-                f"router.call_format: {call_format[:64]!r} is not one of {known}", key="router.call_format"
-            ) from None
+        self._limits = limits
+        self._planner = TurnPlanner(limits)
 
     async def Chat(
         self,
@@ -76,101 +46,51 @@ class ChatService:
     async def serve(self, request: chat.ChatRequest, call: ChatCall) -> None:
         """Serves one turn."""
         refuse_unknown_fields(request)
-        asked = request.request
-        if asked.WhichOneof("prompt") != "chat":
+        check_positions(request.positions, self._limits)
+        if request.request.WhichOneof("prompt") != "chat":
             raise TwinpoolError(
                 "EMPTY_PROMPT", "request.chat is not set; the limit is a conversation", field="request.chat"
             )
-        self._inference.check_choices(asked.n)
-        # Before anything is told of the models, or rendered.
-        asked.tenant = self._tenants.admit(call.caller, asked.tenant)
-        tokenizer = self._models.resolve(asked.model).tokenizer
-        template = _template(tokenizer, asked.chat)
-        plan = self._plan(request, template)
-        text = await self._tokenize.render(plan.conversation, tokenizer)
-        thinking = None if request.raw_reasoning else template.thinking(text)
-        if thinking is not None and thinking.open and (plan.grammar or asked.HasField("structured")):
-            # What has a form has no room for reasoning: it ends before it begins.
-            text += f"{THINK_END}\n\n"
-            thinking = None
-        turn = Turn(
-            asked.n or 1,
-            plan.calls,
-            None if plan.opening else thinking,
-            opening=plan.opening,
-            single_call=request.single_call,
-        )
-        generate = pb.GenerateRequest()
-        generate.CopyFrom(asked)
-        generate.stop.stop_strings.extend(turn.stop_strings)
-        kept = plan.calls.markers if plan.calls is not None else ()
-        await self._inference.serve(
-            generate,
-            replace(call, write=_written(turn, call.write)),  # type: ignore[arg-type]
-            Rendered(text + plan.opening, kept, plan.grammar),
-        )
+        if request.request.HasField("prompt_logprobs"):
+            raise TwinpoolError(
+                "UNSUPPORTED_FIELD",
+                "request.prompt_logprobs is not supported in a chat: Generate takes a chat as its prompt",
+                field="request.prompt_logprobs",
+            )
+        stream = TurnStream(call.write, request.positions)
+        asked = AskedTurn(request, self._planner, stream)
+        await self._inference.serve(request.request, call.to(stream.write), asked)
 
-    def _plan(self, request: chat.ChatRequest, template: ChatStyle) -> _Plan:
-        conversation = request.request.chat
-        forced = bool(request.tool_name) or request.tool_choice == chat.TOOL_CHOICE_MODE_REQUIRED
-        if request.tool_choice == chat.TOOL_CHOICE_MODE_NONE or not conversation.tools:
-            if forced or request.tool_name:
-                raise _refusal("tool_choice asks for a call; the limit is what chat.tools holds: none")
-            plain = pb.ChatMessages()
-            plain.CopyFrom(conversation)
-            plain.ClearField("tools")
-            return _Plan(plain, None)
-        calls = self._format or template.calls
-        if not forced:
-            if request.request.HasField("structured"):
-                raise _refusal("structured cannot be used with tools that the model is free to call")
-            return _Plan(conversation, calls)
-        return self._forced(request, calls)
+    async def Resume(
+        self,
+        request: chat.ChatServiceResumeRequest | Unparsed,
+        context: grpc.aio.ServicerContext[Any, chat.ChatServiceResumeResponse],
+    ) -> None:
+        """See the protocol."""
+        wanted, call = parsed(request), Call.of(context)
+        refuse_unknown_fields(wanted)
+        check_positions(wanted.positions, self._limits)
 
-    def _forced(self, request: chat.ChatRequest, calls: Format | None) -> _Plan:
-        conversation, name = request.request.chat, request.tool_name
-        if name and request.tool_choice:
-            raise _refusal("tool_name and tool_choice are both set; the limit is one of them")
-        if request.request.HasField("structured"):
-            raise _refusal("structured cannot be used with a call that is asked for")
-        if calls is None:
-            raise _refusal("tool_choice asks for a call; it is not known how this model writes one")
-        tools = [tool for tool in conversation.tools if not name or tool.name == name]
-        if not tools:
-            raise _refusal("tool_name names no tool of chat.tools")
-        if conversation.continue_final_message:
-            raise _refusal("tool_choice asks for a call; a message that is continued cannot begin with one")
-        return _Plan(conversation, calls, calls.opening(name), forced_grammar(calls, tools, bool(name)))
+        async def write(event: chat.ChatResponse) -> None:
+            await context.write(chat.ChatServiceResumeResponse(response=event))
+
+        stream = TurnStream(write, wanted.positions)
+        plain = pb.ResumeRequest(token=wanted.token, next_index=stream.next_index, tenant=wanted.tenant)
+        await self._inference.resume(plain, call.to(stream.write), stream)
 
 
 def register(servicer: ChatService, server: grpc.aio.Server) -> None:
-    """Adds the service with a request parser that never fails: see ``utf8``."""
+    """Adds the service with request parsers that never fail: see ``utf8``."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Chat": grpc.unary_stream_rpc_method_handler(
             servicer.Chat,
             request_deserializer=lenient(chat.ChatRequest),
             response_serializer=chat.ChatResponse.SerializeToString,
-        )
+        ),
+        "Resume": grpc.unary_stream_rpc_method_handler(
+            servicer.Resume,
+            request_deserializer=lenient(chat.ChatServiceResumeRequest),
+            response_serializer=chat.ChatServiceResumeResponse.SerializeToString,
+        ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-
-def _template(tokenizer: Tokenizer, conversation: pb.ChatMessages) -> ChatStyle:
-    try:
-        return tokenizer.chat(bool(conversation.tools))
-    except ChatTemplateError as error:
-        raise TwinpoolError("INVALID_CHAT", f"chat.messages: {error}", field="chat.messages") from error
-
-
-def _written(
-    turn: Turn, write: Callable[[chat.ChatResponse], Awaitable[None]]
-) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
-    async def take(event: pb.GenerateResponse) -> None:
-        for response in turn.responses(event):
-            await write(response)
-
-    return take
-
-
-def _refusal(text: str) -> TwinpoolError:
-    return TwinpoolError("INVALID_TOOLS", text, field="tool_choice")

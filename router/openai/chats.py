@@ -7,7 +7,8 @@ from typing import Any, Final, Literal
 from pydantic import Field, StrictBool
 
 from twinpool.errors import TwinpoolError
-from twinpool.router.openai.fields import Body, JsonFormat, NamedTool, Sampled, TextFormat, Tool, Uint32
+from twinpool.router.bodies import Body, Uint32
+from twinpool.router.openai.fields import JsonFormat, NamedTool, Sampled, TextFormat, Tool
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pydantic import StrictBool, StrictInt
 
 from twinpool.errors import TwinpoolError
-from twinpool.router.openai.fields import Sampled, Uint32
+from twinpool.router.bodies import Uint32
+from twinpool.router.openai.fields import Sampled
 from twinpool.v1 import inference_pb2 as pb
 
 MAX_PROMPTS = 128
@@ -22,15 +23,16 @@ class Completion(Sampled):
     best_of: Uint32 | None = None
     suffix: None = None
 
+    @property
+    def echo_only(self) -> bool:
+        """Whether nothing but the prompt is to come back."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def requests(self) -> list[pb.GenerateRequest]:
         """One request a prompt. Raises for what is not supported."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise TwinpoolError(
                 "UNSUPPORTED_FIELD", "best_of is not supported; n returns every choice", field="best_of"
-            )
-        if self.echo and self.logprobs is not None:
-            raise TwinpoolError(
-                "UNSUPPORTED_FIELD", "echo together with logprobs is not supported", field="echo"
             )
         prompts = self._prompts()
         if not 1 <= len(prompts) <= MAX_PROMPTS:
@@ -67,4 +69,9 @@ class Completion(Sampled):
             request.token_ids.ids.extend(prompt)
         if self.logprobs is not None:
             request.logprobs = self.logprobs
+            if self.echo:
+                request.prompt_logprobs = self.logprobs
+        if self.echo_only:
+            # A token is drawn all the same, as the computing of a prompt ends with one.
+            request.stop.max_tokens = 1
         return request

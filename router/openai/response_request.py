@@ -6,15 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, Tag
 
-from twinpool.router.openai.fields import (
-    Body,
-    Ignored,
-    JsonFormat,
-    NamedFunction,
-    Number,
-    TextFormat,
-    Uint32,
-)
+from twinpool.router.bodies import Body, Number, Uint32
+from twinpool.router.openai.fields import Ignored, JsonFormat, NamedFunction, TextFormat
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 

@@ -7,7 +7,7 @@ event is there, so that what is refused before is refused with the status of its
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
@@ -17,18 +17,18 @@ from pydantic import ValidationError
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.logs import get_logger
+from twinpool.router.bodies import Body, parse_object, refusal
 from twinpool.router.call import Call
 from twinpool.router.openai.chats import ChatCompletion
 from twinpool.router.openai.completions import Completion
-from twinpool.router.openai.errors import body_of, headers_of, parse_object, refusal, status_of
-from twinpool.router.openai.fields import Body
+from twinpool.router.openai.errors import body_of, headers_of, status_of
 from twinpool.router.openai.response_request import ResponseRequest
 from twinpool.router.openai.response_shape import ResponseShape
-from twinpool.router.openai.shapes import ChatShape, Json, TokenBytes
+from twinpool.router.openai.shapes import ChatShape, Json
 from twinpool.router.openai.texts import TextShape
-from twinpool.router.tenants import Caller, key_of
-from twinpool.router.validate import check_choices
-from twinpool.rpc import HttpsContext
+from twinpool.router.validate import check_choices, check_key
+from twinpool.rpc import Caller, HttpsContext, key_of
+from twinpool.text import Tokenizer
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -55,8 +55,8 @@ class Backend(Protocol):
         """The models that a caller may use."""
         ...
 
-    def token_bytes(self, model: str) -> TokenBytes:
-        """What tokens of a model add to the text. Raises MODEL_NOT_FOUND."""
+    def tokenizer(self, model: str) -> Tokenizer:
+        """The tokenizer of a model. Raises MODEL_NOT_FOUND."""
         ...
 
     def live(self) -> bool:
@@ -126,9 +126,10 @@ class HttpServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, ChatCompletion)
         asked = body.request()
+        _set_key(request, asked.request)
         n = asked.request.n
         logprobs = asked.request.HasField("logprobs")
-        shape = ChatShape(self._backend.token_bytes(body.model), logprobs=logprobs)
+        shape = ChatShape(self._backend.tokenizer(body.model).token_bytes, logprobs=logprobs)
         if not body.stream:
 
             async def gather(event: chat.ChatResponse) -> None:
@@ -148,10 +149,17 @@ class HttpServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, Completion)
         asked = body.requests()
-        prompts = [one.text if body.echo else "" for one in asked]
-        token_bytes = self._backend.token_bytes(body.model)
+        for number, one_asked in enumerate(asked):
+            _set_key(request, one_asked, f"/{number}" if number else "")
         check_choices(asked[0].n, self._config)
-        shape = TextShape(prompts, asked[0].n, token_bytes, logprobs=body.logprobs is not None)
+        shape = TextShape(
+            [_echoed(one) if body.echo else "" for one in asked],
+            asked[0].n,
+            self._backend.tokenizer(body.model),
+            logprobs=body.logprobs is not None,
+            echo_only=body.echo_only,
+            max_scored_tokens=self._config.max_scored_prompt_tokens,
+        )
         out = EventStream(request) if body.stream else None
 
         async def one(number: int) -> None:
@@ -171,6 +179,7 @@ class HttpServer:
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, ResponseRequest)
         asked, shape = body.request(), ResponseShape(body)
+        _set_key(request, asked.request)
         if not body.stream:
 
             async def gather(event: chat.ChatResponse) -> None:
@@ -209,8 +218,24 @@ class HttpServer:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
+def _echoed(request: pb.GenerateRequest) -> str | Sequence[int]:
+    return request.text if request.HasField("text") else request.token_ids.ids
+
+
 def _call(request: web.Request, write: Callable[[E], Awaitable[None]]) -> Call[E]:
     return Call(write, traceparent=request.headers.get("traceparent", ""), caller=_caller(request))
+
+
+def _set_key(request: web.Request, asked: pb.GenerateRequest, suffix: str = "") -> None:
+    """Makes the request one that goes on without its client, which finds it by the header ``Idempotency-Key``. ``suffix`` tells
+    the prompts of one request apart."""
+    key = request.headers.get("Idempotency-Key", "")
+    if not key:
+        return
+    check_key(key + suffix)
+    asked.idempotency_key = key + suffix
+    # OpenAI's clients say how often they have tried; of any other it is not known whether this is its first time.
+    asked.repeated = request.headers.get("x-stainless-retry-count", "") != "0"
 
 
 def _caller(request: web.Request) -> Caller:
@@ -302,6 +327,8 @@ async def _body(request: web.Request, kind: type[B]) -> B:
         raise TwinpoolError(
             "MESSAGE_TOO_LARGE", f"the body is too large; the limit is {request.client_max_size} bytes"
         ) from error
+    except web.RequestPayloadError as error:
+        raise TwinpoolError("INVALID_ARGUMENT", "the body is not in its content encoding") from error
     try:
         return kind.model_validate(parse_object(raw))
     except ValidationError as error:

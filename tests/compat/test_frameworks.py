@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent frameworks against the OpenAI-compatible API, as their users point them at it.
+"""Clients of others: agent frameworks against the OpenAI-compatible API and Triton's client, as their users point them at it.
 
 They live in an environment of their own, whose Python TWINPOOL_COMPAT names:
-``pip install langchain-openai langgraph openai-agents``. And a client in JavaScript, made of the proto files alone:
+``pip install langchain-openai langgraph openai-agents tritonclient[grpc]``. And a client in JavaScript, made of the proto files alone:
 TWINPOOL_COMPAT_NODE names a directory in which ``npm install @grpc/grpc-js @grpc/proto-loader`` was run.
 """
 
 import asyncio
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from tests.support.byte_tokenizer import EOS
 from tests.support.chat_world import chat_cluster, write_chat_model
 from tests.support.fake_worker import Job
+from twinpool.v1.kserve import open_inference_pb2 as kserve
 
 PYTHON = os.environ.get("TWINPOOL_COMPAT", "")
 NODE = os.environ.get("TWINPOOL_COMPAT_NODE", "")
@@ -78,6 +80,39 @@ async def test_openai_agents(tmp_path: Path) -> None:
     assert found["answer"] == found["streamed"] == "It is dry."
     assert found["items"] == ["ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
     assert "raw_response_event" in found["kinds"]
+
+
+@needs_python
+async def test_triton(tmp_path: Path) -> None:
+    found = await run(tmp_path, PYTHON, str(HERE / "triton_client.py"), "{grpc}")
+    theirs = found.pop("numbers")
+    assert found == {
+        "live": [True, True],
+        "models": [True, False],
+        "server": "twinpool",
+        "inputs": ["beam_width", "exclude_input_in_output", "frequency_penalty"],
+        "whole": {
+            "text": CALL[:8],
+            "ids": [list(CALL[:8].encode())],
+            "finish": "length",
+            "counts": [5, 8],
+            "id": "whole",
+        },
+        "streamed": {
+            "texts": {"one": CALL, "two": CALL},
+            "errors": ["MODEL_NOT_FOUND: model is 'other'; the limit is one of fake"],
+        },
+        "sample": {"0": CALL, "1": CALL},
+    }
+    for name, fields in messages(kserve.DESCRIPTOR.message_types_by_name.values()):
+        assert fields == theirs[name], name
+
+
+def messages(of: Iterable[Any]) -> Iterator[tuple[str, dict[str, list[int]]]]:
+    """The messages of the protocol, nested ones too: number and type of each field."""
+    for message in of:
+        yield message.full_name, {field.name: [field.number, field.type] for field in message.fields}
+        yield from messages(message.nested_types)
 
 
 @needs_node

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import ROUTER
+from tests.support.chat_world import TEMPLATE, weather_chat
 from tests.support.fake_pair import Stream
 from tests.support.fleet import BLOCK, Fleet, running_fleet
 from tests.support.quiescence import inspect
 from tests.support.routers import Routers
 from tests.support.steps import prompt
+from tests.support.turns import whole_turn
 from tests.support.waiting import until, until_told
 from twinpool.client import Completion, request
 from twinpool.cluster_client import ClusterClient
@@ -47,8 +50,10 @@ def shared_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def shared_routers(shared_workers: Fleet) -> Iterator[Routers]:
-    routers = Routers(shared_workers, SETTINGS)
+def shared_routers(shared_workers: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
+    template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
+    template.write_text(TEMPLATE)
+    routers = Routers(shared_workers, SETTINGS | {"router.chat_template": str(template)})
     try:
         for name in (KILLED, OTHER):
             asyncio.run(routers.start(name))
@@ -211,7 +216,7 @@ async def test_in_the_queue(routers: Routers) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_drawn_by_a_seed_with_log_probabilities(routers: Routers, n: int) -> None:
     message = request(
-        prompt(2 * BLOCK + 3, 131), max_tokens=60, temperature=1.0, seed=77, n=n, logprobs=2, ignore_eos=True
+        prompt(2 * BLOCK + 3, 131), max_tokens=150, temperature=1.0, seed=77, n=n, logprobs=2, ignore_eos=True
     )
     message.sampling.repetition_penalty = 1.3
     async with client_of(routers) as client:
@@ -247,6 +252,33 @@ async def test_a_stop_string_across_the_break(routers: Routers) -> None:
         whole = await collect(client, greedy(ids, 60, stop=[stop]), due, lambda: routers.kill(KILLED))
     assert whole.texts == [expected]
     assert whole.finished.choices[0].stop_string == stop
+
+
+@pytest.mark.parametrize(("kind", "at"), [("call", 5), ("call", 30), ("reasoning", 30)])
+async def test_a_chat(routers: Routers, kind: str, at: int) -> None:
+    """In the arguments of a call that is held to a schema, and in reasoning: a turn is told as if nobody had interrupted it."""
+    message = weather_chat(max_tokens=120)
+    message.request.sampling.seed = 5
+    if kind == "call":
+        message.tool_name = "weather"
+        town = {"type": "string", "minLength": 40, "maxLength": 60}
+        schema = {"type": "object", "properties": {"town": town}, "required": ["town"]}
+        message.request.chat.tools[0].parameters_json = json.dumps(schema)
+    else:
+        message.request.stop.ignore_eos = True
+        message.request.chat.variables_json = '{"think": true}'
+    async with client_of(routers) as client:
+        undisturbed, ended = await whole_turn(client, message)
+        client._breakers._next = 0
+        choice, finished = await whole_turn(client, message, at, lambda: routers.kill(KILLED))
+        assert client.resumes >= 1
+    assert choice == undisturbed
+    assert finished.choices == ended.choices
+    assert finished.usage.completion_tokens == ended.usage.completion_tokens
+    if kind == "call":
+        assert len(json.loads(choice.calls[0].arguments)["town"]) >= 40
+    else:
+        assert choice.text[0][0] == "reasoning"
 
 
 # --- many, and none -----------------------------------------------------------------------

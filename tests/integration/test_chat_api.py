@@ -18,7 +18,9 @@ from openai import AsyncOpenAI
 
 from tests.support.chat_world import TEMPLATE, WEATHER
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.oracle import oracle
 from twinpool.client import request
+from twinpool.v1.inference_pb2 import TokenizeRequest
 
 pytestmark = pytest.mark.integration
 
@@ -51,6 +53,32 @@ def chat_cluster(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPath
     settings = {"router.http_port": 0, "kv.num_blocks": 256}
     with running_cluster(tmp_path_factory.mktemp("chat-home"), model, settings) as running:
         yield running
+
+
+async def test_a_text_is_scored(chat_cluster: Cluster) -> None:
+    """By HTTP as by gRPC, and as ``transformers`` scores it."""
+    text = "Rain in Bern, and more of it. " * 3
+    async with chat_cluster.client() as client:
+        ids = await client.tokenize(TokenizeRequest(text=text))
+        answer = await client.complete(request(text, max_tokens=1, prompt_logprobs=2), timeout=60)
+    rows = oracle(chat_cluster.model).logprobs(ids)
+    expected = [float(row[token]) for row, token in zip(rows, ids[1:], strict=False)]
+    assert [one.chosen.logprob for one in answer.prompt_logprobs] == pytest.approx(expected, abs=1e-3)
+    async with openai_client(chat_cluster) as http:
+        told = await http.completions.create(model="", prompt=text, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = told.choices
+    assert choice.text == text
+    found = choice.logprobs
+    assert found is not None
+    assert found.token_logprobs is not None
+    assert found.tokens is not None
+    assert found.text_offset is not None
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+    assert "".join(found.tokens) == text
+    for token, at in zip(found.tokens, found.text_offset, strict=True):
+        assert text[at : at + len(token)] == token
+    await chat_cluster.assert_quiescent()
 
 
 def openai_client(cluster: Cluster) -> AsyncOpenAI:

@@ -116,6 +116,33 @@ async def test_eos_stops(cluster: Cluster) -> None:
     await cluster.assert_quiescent()
 
 
+async def test_prompts_are_scored(cluster: Cluster) -> None:
+    """Whole or in chunks, cached or not; and what is drawn stays the same."""
+    vocab = await vocabulary(cluster)
+    for seed, length in enumerate([1, 2, BLOCK + 1, 7 * BLOCK + 5]):
+        prompt = random_prompt(650 + seed, length, vocab)
+        expected = oracle(cluster.model).logprobs(prompt)
+        for turn in range(2):
+            async with cluster.client() as client:
+                asked = request(prompt, max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
+                answer = await client.complete(asked, timeout=60)
+            assert answer.token_ids == [oracle(cluster.model).greedy(prompt, 4, ignore_eos=True)]
+            assert [one.chosen.token_id for one in answer.prompt_logprobs] == prompt[1:]
+            for row, position in zip(expected, answer.prompt_logprobs, strict=False):
+                assert position.chosen.logprob == pytest.approx(
+                    float(row[position.chosen.token_id]), abs=1e-3
+                )
+                best = row.topk(3).values.tolist()
+                assert [token.logprob for token in position.top] == pytest.approx(best, abs=1e-3)
+                own = [float(row[token.token_id]) for token in position.top]
+                assert own == pytest.approx(best, abs=1e-3)
+            assert answer.finished.usage.cached_tokens == 0, "a cache holds no logits"
+            full = length // BLOCK * BLOCK
+            assert answer.finished.usage.decode_cached_tokens == (full if turn else 0), "it holds the KV"
+        await check(cluster, prompt, 4, ignore_eos=True)
+    await cluster.assert_quiescent()
+
+
 async def test_two_choices(cluster: Cluster) -> None:
     vocab = await vocabulary(cluster)
     for seed, length in enumerate([5, 2 * BLOCK, 2 * BLOCK + 9]):

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
+from tests.support import kserve_asking as kserve
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.oracle import oracle
 from twinpool.client import request
 from twinpool.engine.fetch import fetch_model
 from twinpool.v1 import inference_pb2 as pb
+from twinpool.v1.kserve.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 pytestmark = pytest.mark.integration
 
@@ -85,6 +88,29 @@ async def test_it_knows_paris(cluster: Cluster) -> None:
         )
     assert "Paris" in answer.texts[0]
     assert answer.finished.handoff.bytes > 0
+    await cluster.assert_quiescent()
+
+
+async def test_kserve_gives_the_tokens_of_the_oracle(cluster: Cluster) -> None:
+    """By text and by ids, whole and in pieces."""
+    prompt, parameters = PROMPTS[0], {"max_tokens": MAX_TOKENS, "temperature": 0.0}
+    async with cluster.client() as client:
+        tokens = await client.tokenize(pb.TokenizeRequest(text=prompt))
+    expected = oracle(cluster.model).greedy(tokens, MAX_TOKENS)
+    async with grpc.aio.insecure_channel(cluster.state.router_endpoints[0]) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        for given in (kserve.text(prompt), kserve.ids(tokens)):
+            request = kserve.infer(given, raw=True, parameters=parameters)
+            found = kserve.read(await stub.ModelInfer(request, timeout=120))
+            assert found["output_ids"] == [expected]
+            assert found["num_input_tokens"] == [len(tokens)]
+            request = kserve.infer(given, ("stream", "BOOL", [True]), parameters=parameters)
+            pieces = [
+                kserve.read(piece.infer_response)
+                async for piece in stub.ModelStreamInfer(iter([request]), timeout=120)
+            ]
+            assert [token for piece in pieces for token in piece["output_ids"][0]] == expected
+            assert "".join(piece["text_output"][0] for piece in pieces) == found["text_output"][0]
     await cluster.assert_quiescent()
 
 

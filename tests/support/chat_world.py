@@ -2,13 +2,17 @@
 """A router over fake workers that write a given text, and a model whose chat template knows tools."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.support.byte_tokenizer import EOS, write_byte_tokenizer
 from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.fake_pair import FakePair, fake_pair
 from tests.support.fake_worker import Job, Script
+from twinpool.v1 import chat_pb2 as chat
+from twinpool.v1 import inference_pb2 as pb
 
 TEMPLATE = (
     "{% if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
@@ -44,6 +48,24 @@ def write_chat_model(directory: Path) -> Path:
     return directory
 
 
+def weather_chat(max_tokens: int = 300) -> chat.ChatRequest:
+    """Asks for the weather; a tool knows it."""
+    function = WEATHER["function"]
+    assert isinstance(function, dict)
+    tool = pb.Tool(
+        name=function["name"],
+        description=function["description"],
+        parameters_json=json.dumps(function["parameters"]),
+    )
+    request = chat.ChatRequest(
+        request=pb.GenerateRequest(
+            chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Rain?")], tools=[tool])
+        )
+    )
+    request.request.stop.max_tokens = max_tokens
+    return request
+
+
 def writes(text: str) -> "Callable[[Job, int, int], int]":
     """A script's token: this text, byte by byte, in every choice; then the end."""
     ids = [*text.encode(), EOS]
@@ -61,12 +83,33 @@ def prompt_text(cluster: FakeCluster) -> str:
 
 
 @asynccontextmanager
-async def chat_cluster(model: Path, text: str, **settings: object) -> AsyncIterator[FakeCluster]:
+async def chat_cluster(
+    model: Path, text: str, *, audit_file: str = os.devnull, **settings: object
+) -> AsyncIterator[FakeCluster]:
     """A router with its HTTP API on, and workers that write ``text``."""
     script = Script(token=writes(text))
     options: dict[str, object] = {"http_port": 0} | settings
     record: dict[str, object] = {"max_context_tokens": 4096, "num_blocks": 1024}
     async with fake_cluster(
-        model, prefill_script=script, decode_script=script, settings=options, **record
+        model,
+        prefill_script=script,
+        decode_script=script,
+        settings=options,
+        audit_file=audit_file,
+        **record,
     ) as cluster:
         yield cluster
+
+
+@asynccontextmanager
+async def chat_pair(
+    model: Path, text: str, *, step_seconds: float = 0.0, settings: dict[str, object] | None = None
+) -> AsyncIterator[FakePair]:
+    """Two routers over workers that write ``text``, a token every ``step_seconds``."""
+    async with fake_pair(
+        model,
+        script=Script(token=writes(text), step_seconds=step_seconds),
+        prefill_script=Script(token=writes(text)),
+        settings=settings,
+    ) as pair:
+        yield pair

@@ -30,7 +30,8 @@ class FakeCache:
         )
         self.publisher.open("127.0.0.1")
         self.publisher.start()
-        self.blocks = BlockManager(num_blocks, block_tokens, np.zeros(num_blocks, np.uint64))
+        self.generations = np.zeros(num_blocks, np.uint64)
+        self.blocks = BlockManager(num_blocks, block_tokens, self.generations)
         self.tap = CacheTap(self.blocks, self.publisher.publish)
 
     @property

@@ -2,6 +2,7 @@
 """A real router over fake workers: gRPC on both sides, no model, no store."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -153,13 +154,17 @@ async def fake_cluster(
     prefill_script: Script | None = None,
     decode_script: Script | None = None,
     settings: dict[str, object] | None = None,
+    audit_file: str = os.devnull,
     **record: object,
 ) -> AsyncIterator[FakeCluster]:
-    """A router with so many fake workers of each role, all ready. ``record``: fields of the workers' records."""
+    """A router with so many fake workers of each role, all ready. ``record``: fields of the workers' records.
+
+    ``audit_file``: of the router, whose log would else be mixed with what a command prints in this process."""
     config = TwinpoolConfig(
         # A hand-off each, unless a test is about the other way.
         router={"cancel_timeout_seconds": 1.0, "local_prefill": False, **(settings or {})},  # type: ignore[arg-type]
         rpc={"connect_timeout_seconds": 2.0},  # type: ignore[arg-type]
+        audit={"file": audit_file},  # type: ignore[arg-type]
     )
     router = Router(config, "router-test")
     await router.start()

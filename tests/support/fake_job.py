@@ -27,9 +27,11 @@ class Script:
     ``prefill_gate``: no prefill ends before it is set; ``handoff_gate``: no hand-off.
     ``report_seconds``: by so much prefill tells its reader before it tells the router.
     ``refuse``: the reason with which every command is refused. ``fail_prefill``: after ``prefill_seconds``.
+    ``scored_a_message``: positions of a prompt that one message tells of; ``scored_before_failure``: such messages that go out before
+    ``fail_prefill``; ``garble``: what is done to each of them.
     ``fail_fetch``: why no prefix is pulled. ``hold_after_tokens``: decode stands still once it has drawn so many tokens of a choice.
     ``fail_after_tokens``: decode fails with ``fail_reason`` once it has drawn so many tokens of a choice. ``silent``: messages that
-    are not sent ("welcome", "reserved", "prefill_done", "handoff_done", "cancelled").
+    are not sent ("welcome", "reserved", "prompt_scored", "prefill_done", "handoff_done", "cancelled").
     """
 
     reserve_seconds: float = 0.0
@@ -40,6 +42,9 @@ class Script:
     prefill_gate: asyncio.Event | None = None
     prefill_cached_tokens: int = 0
     fail_prefill: "pb.FailureReason.ValueType | None" = None
+    scored_a_message: int = 8
+    scored_before_failure: int = 0
+    garble: "Callable[[inference_pb2.PromptLogprobs], object] | None" = None
     fail_fetch: "pb.FailureReason.ValueType | None" = None
     handoff_seconds: float = 0.0
     handoff_gate: asyncio.Event | None = None
@@ -82,6 +87,23 @@ class Job:
             token.logprobs.CopyFrom(fake_logprobs(token_id, self.draw.logprobs))
         return token
 
+    def scored(self, script: Script) -> list[pb.PromptScored]:
+        """What is said of the prompt, if it is asked for: position ``p`` has the log-probability ``-p``."""
+        if not self.draw.HasField("prompt_logprobs"):
+            return []
+        out = []
+        for begin in range(1, len(self.prompt), script.scored_a_message):
+            said = pb.PromptScored(id=pb.AttemptId(request_id=self.key[0], attempt=self.key[1]))
+            said.logprobs.offset = begin
+            for at in range(begin, min(begin + script.scored_a_message, len(self.prompt))):
+                position = fake_logprobs(int(self.prompt[at]), self.draw.prompt_logprobs)
+                position.chosen.logprob = -float(at)
+                said.logprobs.positions.append(position)
+            if script.garble is not None:
+                script.garble(said.logprobs)
+            out.append(said)
+        return out
+
     def finish_of(self, token_id: int, offset: int) -> "inference_pb2.FinishReason.ValueType":
         """Whether a token at ``offset`` ends its choice."""
         if token_id in self.draw.stop_token_ids and offset + 1 > self.draw.stop.min_tokens:
@@ -96,5 +118,5 @@ def fake_logprobs(token_id: int, alternatives: int) -> inference_pb2.PositionLog
     message = inference_pb2.PositionLogprobs()
     message.chosen.token_id, message.chosen.logprob = token_id, -0.5
     for rank in range(alternatives):
-        message.top.add(token_id=token_id + rank, logprob=-float(rank + 1))
+        message.top.add(token_id=(token_id + rank) % 256, logprob=-float(rank + 1))
     return message

@@ -138,11 +138,17 @@ async def fake_pair(
     prefill: int = 1,
     decode: int = 2,
     script: Script | None = None,
+    prefill_script: Script | None = None,
     settings: dict[str, object] | None = None,
 ) -> AsyncIterator[FakePair]:
     """``script``: of the decode workers."""
     async with fake_cluster(
-        model_path, prefill=prefill, decode=decode, decode_script=script, settings=settings
+        model_path,
+        prefill=prefill,
+        decode=decode,
+        prefill_script=prefill_script,
+        decode_script=script,
+        settings=settings,
     ) as one:
         router = Router(one.router.config, "router-other")
         await router.start()

@@ -16,6 +16,7 @@ import numpy as np
 from tests.support.fake_cache import FakeCache
 from tests.support.fake_job import FIRST_TOKEN, AttemptKey, Job, Script, counting_token, fake_logprobs
 from tests.support.fake_kept import FakeKept
+from tests.support.fake_pins import PinningWorker
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.v1 import control_pb2, worker_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
@@ -56,7 +57,7 @@ class _Session:
         self.outbox.put_nowait(pb.SessionResponse(**message))  # type: ignore[arg-type]
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+class FakeWorker(PinningWorker):
     """``await start()``, then give ``record()`` to a router.
 
     ``overlaps``: attempts that came while an older attempt of the same request was still held here. ``calls``: streams so far.
@@ -267,6 +268,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await asyncio.sleep(script.prefill_seconds)
         if script.prefill_gate is not None:
             await script.prefill_gate.wait()
+        failed = script.fail_prefill is not None
+        for scored in job.scored(script)[: script.scored_before_failure if failed else None]:
+            if "prompt_scored" not in script.silent:
+                session.send(prompt_scored=scored)
         if script.fail_prefill is not None:
             self._fail(session, job, script.fail_prefill)
         return script.fail_prefill is None
@@ -279,7 +284,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.cache is not None:
             if command.HasField("prefix"):
                 done.fetched.CopyFrom(self._fetch(self.cache, command))
-            done.cached_tokens = self.cache.use_prompt(command.prompt)
+            found = self.cache.use_prompt(command.prompt)
+            done.cached_tokens = 0 if command.draw.HasField("prompt_logprobs") else found
         if "prefill_done" not in script.silent:
             session.send(prefill_done=done)
 

@@ -43,6 +43,12 @@ class Oracle:
             self._answers[key] = self._generate(prompt, max_tokens, ends)
         return list(self._answers[key])
 
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``float64 [n, vocab]``: row ``i`` is what follows the first ``i + 1`` tokens."""
+        logits: torch.Tensor = self.model(input_ids=torch.tensor([list(tokens)])).logits[0]
+        return logits.double().log_softmax(-1)
+
     def _generate(self, prompt: Sequence[int], max_tokens: int, ends: frozenset[int]) -> list[int]:
         ids = torch.tensor([list(prompt)])
         cache_state = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,9 @@ class RayHead:
 
     def __init__(self, directory: Path, cpus: int) -> None:
         self._directory = directory
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self._client_port = int(free.getsockname()[1])
         root = str(Path(__file__).parents[2])
         environment = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -32,6 +36,8 @@ class RayHead:
         }
         command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--port=0"]
         command += [f"--num-cpus={cpus}", "--include-dashboard=false", "--object-store-memory=80000000"]
+        # It cannot be left out, and takes a fixed port otherwise.
+        command += [f"--ray-client-server-port={self._client_port}"]
         command += [f"--temp-dir={directory}"]
         try:
             done = subprocess.run(
@@ -48,9 +54,11 @@ class RayHead:
     def processes(self) -> list[psutil.Process]:
         """All of it, workers included."""
         own = []
+        # The server for Ray's clients is not told the directory.
+        marks = (str(self._directory), f"--port={self._client_port}")
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if any(str(self._directory) in part for part in process.cmdline()):
+                if any(mark in part for part in process.cmdline() for mark in marks):
                     own += [process, *process.children(recursive=True)]
         return list(dict.fromkeys(own))
 

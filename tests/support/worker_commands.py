@@ -28,6 +28,7 @@ def draw_spec(
     temperature: float = 0.0,
     min_tokens: int = 0,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     seed: int = 11,
     drawn: int = 0,
 ) -> pb.DrawSpec:
@@ -44,7 +45,13 @@ def draw_spec(
     )
     conditions = StopConditions(max_tokens=max_tokens, min_tokens=min_tokens)
     return pb.DrawSpec(
-        sampling=sampling, stop=conditions, stop_token_ids=list(stop), n=n, logprobs=logprobs, drawn=drawn
+        sampling=sampling,
+        stop=conditions,
+        stop_token_ids=list(stop),
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        drawn=drawn,
     )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of every process: flags over environment over YAML file over defaults."""
 
+from twinpool.config.audit import AuditConfig
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
 from twinpool.config.model import TwinpoolConfig
 from twinpool.config.page import config_schema
@@ -20,11 +21,13 @@ from twinpool.config.sections import (
     TransferConfig,
     WorkerSection,
 )
+from twinpool.config.sessions import SessionsSection
 from twinpool.errors import ConfigError
 
 __all__ = [
     "ENV_FILE",
     "ENV_PREFIX",
+    "AuditConfig",
     "ClusterConfig",
     "ConfigError",
     "ControlSection",
@@ -37,6 +40,7 @@ __all__ = [
     "RouterSection",
     "RpcConfig",
     "SchedulerSection",
+    "SessionsSection",
     "TlsConfig",
     "TracingConfig",
     "TransferConfig",

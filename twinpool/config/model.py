@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from twinpool.config.audit import AuditConfig
 from twinpool.config.base import Section
 from twinpool.config.pools import ControlSection, PoolsSection
 from twinpool.config.router import RouterSection
@@ -27,6 +28,7 @@ from twinpool.config.sections import (
     TransferConfig,
     WorkerSection,
 )
+from twinpool.config.sessions import SessionsSection
 
 # A prompt between router and worker: 4 bytes a token, and 16 for the hash of each block of 16 or more.
 _WIRE_BYTES_PER_TOKEN = 5
@@ -55,11 +57,13 @@ class TwinpoolConfig(BaseSettings):
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     router: RouterSection = Field(default_factory=RouterSection)
     worker: WorkerSection = Field(default_factory=WorkerSection)
+    sessions: SessionsSection = Field(default_factory=SessionsSection)
     pools: PoolsSection = Field(default_factory=PoolsSection)
     control: ControlSection = Field(default_factory=ControlSection)
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     tls: TlsConfig = Field(default_factory=TlsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    audit: AuditConfig = Field(default_factory=AuditConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
 

@@ -70,6 +70,13 @@ class RouterSection(Section):
         default=16, ge=1, le=16, description="Largest n. Each choice holds its own blocks."
     )
     max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives a token.")
+    max_scored_prompt_tokens: int = Field(
+        default=1 << 15,
+        ge=1,
+        le=1 << 26,
+        description="Longest prompt with prompt_logprobs, in tokens: each takes up to 300 bytes on its way, and a journal or an "
+        "answer by HTTP that is not streamed holds all of them.",
+    )
     max_stop_strings: int = Field(
         default=16, ge=0, le=256, description="Most stop strings; each is searched in every answer."
     )
@@ -338,6 +345,12 @@ class RouterSection(Section):
         gt=0,
         le=86400,
         description="Longest time that a client may read nothing while an event waits for it, in seconds; then its stream fails.",
+    )
+    max_stream_requests: int = Field(
+        default=128,
+        ge=1,
+        le=1 << 16,
+        description="Most requests of one ModelStreamInfer stream at a time; the next is read when one of them has ended.",
     )
     stream_interval_seconds: float = Field(
         default=0.0,

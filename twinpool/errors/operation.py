@@ -65,6 +65,13 @@ OPERATION: Final = (
         "Stop what listens there, or use port 0 for a free one.",
     ),
     ErrorSpec(
+        "AUDIT_UNAVAILABLE",
+        C.UNAVAILABLE,
+        True,
+        "the audit log cannot be written, so the call was not made",
+        "Make room or mend the file of audit.file on that host, then try again.",
+    ),
+    ErrorSpec(
         "RECORDING_OFF",
         C.FAILED_PRECONDITION,
         False,

@@ -51,6 +51,12 @@ _REQUEST = (
         "the tenant is not valid",
         "Use a tenant name within the limits that the message names.",
     ),
+    _invalid("INVALID_SESSION", "the session id is not valid", "Use at most 128 printable characters."),
+    _invalid(
+        "INVALID_PIN",
+        "the prompt cannot be pinned so",
+        "Use a prompt of at least one block, and a time within the limit that the message names.",
+    ),
     _invalid(
         "INVALID_CHAT",
         "the conversation cannot be rendered",
@@ -174,6 +180,20 @@ _ADMISSION = (
         True,
         "the tenant has too many requests in flight",
         "Wait for one of them to end.",
+    ),
+    ErrorSpec(
+        "PIN_QUOTA",
+        C.RESOURCE_EXHAUSTED,
+        True,
+        "the tenant has as many tokens pinned on the worker as it may",
+        "Release pins, pin a shorter prompt, or wait until one expires; the operator sets the tenant's max_pinned_tokens.",
+    ),
+    ErrorSpec(
+        "PIN_CAPACITY",
+        C.RESOURCE_EXHAUSTED,
+        True,
+        "the worker pins as much as it may",
+        "Retry after the delay in RetryInfo, or do without the pin; the operator sets sessions.max_pinned_ratio.",
     ),
     ErrorSpec(
         "REQUEST_EXCEEDS_CAPACITY",

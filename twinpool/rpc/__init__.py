@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """gRPC as every Twinpool process uses it: limits, keep-alive, mutual TLS, health, errors by the table."""
 
+from twinpool.rpc.audit import AuditLog
+from twinpool.rpc.caller import Caller, key_of
 from twinpool.rpc.client import channel, wait_ready
 from twinpool.rpc.deadline import Deadline
 from twinpool.rpc.keys import digest_of, new_key
@@ -11,6 +13,8 @@ from twinpool.rpc.tls import HttpsContext
 
 __all__ = [
     "LIVE",
+    "AuditLog",
+    "Caller",
     "Deadline",
     "HttpsContext",
     "Server",
@@ -18,6 +22,7 @@ __all__ = [
     "client_options",
     "digest_of",
     "join_address",
+    "key_of",
     "new_key",
     "run",
     "server_options",

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -15,6 +15,7 @@ import grpc.aio
 
 from twinpool.errors import TwinpoolError, abort, as_twinpool_error
 from twinpool.logs import get_logger
+from twinpool.rpc.audit import AuditLog, Call
 from twinpool.rpc.roles import RoleGuard
 
 _log = get_logger(__name__)
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     _Method = grpc.RpcMethodHandler[Any, Any]
 
 _Handler = Callable[[Any, Any], Any]
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Admitted = Callable[[str, Any, _Context], contextlib.AbstractContextManager[Call]]
 
 # Ends that gRPC itself raises or expects; they are not errors of ours.
 _PASS = (asyncio.CancelledError, grpc.aio.AbortError)
@@ -31,11 +34,13 @@ _PASS = (asyncio.CancelledError, grpc.aio.AbortError)
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """A servicer raises TwinpoolError and the client gets its status.
 
-    Any other exception becomes INTERNAL, without its text. With ``roles`` a call of somebody who may not make it ends before.
+    Any other exception becomes INTERNAL, without its text. With ``roles`` a call of somebody who may not make it ends before, and
+    with ``audit`` administrative calls are written down, those too.
     """
 
-    def __init__(self, roles: RoleGuard | None = None) -> None:
+    def __init__(self, roles: RoleGuard | None = None, audit: AuditLog | None = None) -> None:
         self._roles = roles
+        self._audit = audit
 
     async def intercept_service(
         self,
@@ -49,13 +54,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         make = getattr(grpc, f"{_arity(found)}_rpc_method_handler")
         inner = getattr(found, _arity(found))
-        wrapped = _guard(inner, method, self._roles, streams=bool(found.response_streaming))
+        wrapped = _guard(inner, method, self._admitted, streams=bool(found.response_streaming))
         handler: _Method = make(
             wrapped,
             request_deserializer=found.request_deserializer,
             response_serializer=found.response_serializer,
         )
         return handler
+
+    @contextlib.contextmanager
+    def _admitted(self, method: str, request: Any, context: _Context) -> Iterator[Call]:
+        call = self._audit.call(method, request, context) if self._audit is not None else Call()
+        with call:
+            if self._roles is not None:
+                self._roles.check(method, context)
+            call.admitted()
+            yield call
 
 
 def _arity(handler: Any) -> str:
@@ -64,16 +78,15 @@ def _arity(handler: Any) -> str:
     return f"{request}_{response}"
 
 
-def _guard(inner: _Handler, method: str, roles: RoleGuard | None, *, streams: bool) -> _Handler:
+def _guard(inner: _Handler, method: str, admitted: _Admitted, *, streams: bool) -> _Handler:
     if streams and inspect.isasyncgenfunction(inner):
 
-        async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def generate(request: Any, context: _Context) -> AsyncIterator[Any]:
             try:
-                if roles is not None:
-                    roles.check(method, context)
-                async with contextlib.aclosing(inner(request, context)) as answers:
-                    async for answer in answers:
-                        yield answer
+                with admitted(method, request, context):
+                    async with contextlib.aclosing(inner(request, context)) as answers:
+                        async for answer in answers:
+                            yield answer
             except _PASS:
                 raise
             except Exception as error:
@@ -81,11 +94,12 @@ def _guard(inner: _Handler, method: str, roles: RoleGuard | None, *, streams: bo
 
         return generate
 
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def call(request: Any, context: _Context) -> Any:
         try:
-            if roles is not None:
-                roles.check(method, context)
-            return await inner(request, context)
+            with admitted(method, request, context) as entered:
+                answer = await inner(request, context)
+                entered.answered(answer)
+                return answer
         except _PASS:
             raise
         except Exception as error:
@@ -94,7 +108,7 @@ def _guard(inner: _Handler, method: str, roles: RoleGuard | None, *, streams: bo
     return call
 
 
-async def _end(error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+async def _end(error: Exception, method: str, context: _Context) -> NoReturn:
     if not isinstance(error, TwinpoolError):
         # The exception's text may hold user content: log where it happened, not what it says.
         frames = traceback.format_list(traceback.extract_tb(error.__traceback__))

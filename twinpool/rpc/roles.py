@@ -24,6 +24,8 @@ _CALLERS: Final[dict[str, frozenset[str]]] = {
     "WorkerService/Session": frozenset({"router"}),
     "WorkerService/TakeOver": frozenset({"router"}),
     "WorkerService/TakePrefixes": frozenset({"worker"}),
+    "WorkerService/PinPrefix": frozenset({"router"}),
+    "WorkerService/ReleasePrefix": frozenset({"router"}),
     "WorkerService": _OVERSEERS | {"router"},
     "HandoffService": frozenset({"worker"}),
     "RouterService/HandOver": frozenset({"router"}),
@@ -42,7 +44,7 @@ class RoleGuard:
 
     def check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Raises PERMISSION_DENIED if the caller's certificate names no role that may call ``method``."""
-        name = method.removeprefix(_PACKAGE)
+        name = short_name(method)
         allowed = _CALLERS.get(name) or _CALLERS.get(name.partition("/")[0])
         if allowed is None:
             return
@@ -53,6 +55,11 @@ class RoleGuard:
                 f"{name} is for {' and '.join(sorted(allowed))}; the caller's certificate names "
                 f"{' and '.join(sorted(shown)) or 'no role'} of {self._domain}",
             )
+
+
+def short_name(method: str) -> str:
+    """SERVICE/METHOD of gRPC's full name, without our package."""
+    return method.removeprefix(_PACKAGE)
 
 
 def names_of(context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, ...]:

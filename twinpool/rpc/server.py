@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError
+from twinpool.rpc.audit import AuditLog
 from twinpool.rpc.guard import ErrorInterceptor
 from twinpool.rpc.options import join_address, server_options
 from twinpool.rpc.roles import RoleGuard
@@ -40,13 +41,16 @@ class Server:
         *,
         max_message_bytes: int | None = None,
         reuse_port: bool = False,
+        audit: AuditLog | None = None,
     ) -> None:
-        """``max_message_bytes``: of both directions; None takes ``rpc.max_message_bytes``."""
+        """``max_message_bytes``: of both directions; None takes ``rpc.max_message_bytes``. ``audit``: where administrative calls are
+        written down; it is closed with the server."""
         self._tls = tls if tls is not None and tls.enabled else None
+        self._audit = audit
         domain = self._tls.role_domain if self._tls is not None else ""
         self.raw = grpc.aio.server(
             options=server_options(config, max_message_bytes=max_message_bytes, reuse_port=reuse_port),
-            interceptors=(ErrorInterceptor(RoleGuard(domain) if domain else None),),
+            interceptors=(ErrorInterceptor(RoleGuard(domain) if domain else None, audit),),
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self.services: list[str] = []
@@ -97,6 +101,8 @@ class Server:
         """
         await self._health.enter_graceful_shutdown()
         await self.raw.stop(grace_seconds)
+        if self._audit is not None:
+            self._audit.close()
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""

@@ -25,23 +25,29 @@ _sym_db = _symbol_database.Default()
 from twinpool.v1 import inference_pb2 as twinpool_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16twinpool/v1/chat.proto\x12\x0btwinpool.v1\x1a\x1btwinpool/v1/inference.proto\"\xad\x01\n\x0b\x43hatRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.GenerateRequest\x12\x30\n\x0btool_choice\x18\x02 \x01(\x0e\x32\x1b.twinpool.v1.ToolChoiceMode\x12\x11\n\ttool_name\x18\x03 \x01(\t\x12\x13\n\x0bsingle_call\x18\x04 \x01(\x08\x12\x15\n\rraw_reasoning\x18\x05 \x01(\x08\"\xa4\x01\n\x0c\x43hatResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.GenerateStartedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.twinpool.v1.ChatDeltaH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.twinpool.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\xb2\x01\n\tChatDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12.\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1a.twinpool.v1.ToolCallDelta\x12\x11\n\tmalformed\x18\x05 \x01(\x08\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\"c\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x11\n\tmalformed\x18\x05 \x01(\x08*l\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x02\x32L\n\x0b\x43hatService\x12=\n\x04\x43hat\x12\x18.twinpool.v1.ChatRequest\x1a\x19.twinpool.v1.ChatResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16twinpool/v1/chat.proto\x12\x0btwinpool.v1\x1a\x1btwinpool/v1/inference.proto\"\xdb\x01\n\x0b\x43hatRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.GenerateRequest\x12\x30\n\x0btool_choice\x18\x02 \x01(\x0e\x32\x1b.twinpool.v1.ToolChoiceMode\x12\x11\n\ttool_name\x18\x03 \x01(\t\x12\x13\n\x0bsingle_call\x18\x04 \x01(\x08\x12\x15\n\rraw_reasoning\x18\x05 \x01(\x08\x12,\n\tpositions\x18\x06 \x03(\x0b\x32\x19.twinpool.v1.ChatPosition\"\xa4\x01\n\x0c\x43hatResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.twinpool.v1.GenerateStartedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.twinpool.v1.ChatDeltaH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.twinpool.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\xdf\x01\n\tChatDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12.\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1a.twinpool.v1.ToolCallDelta\x12\x11\n\tmalformed\x18\x05 \x01(\x08\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.twinpool.v1.PositionLogprobs\x12+\n\x08position\x18\x07 \x01(\x0b\x32\x19.twinpool.v1.ChatPosition\"B\n\x0c\x43hatPosition\x12\x12\n\nnext_index\x18\x01 \x01(\r\x12\x0c\n\x04told\x18\x02 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x07\"c\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x11\n\tmalformed\x18\x05 \x01(\x08\"g\n\x18\x43hatServiceResumeRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12,\n\tpositions\x18\x02 \x03(\x0b\x32\x19.twinpool.v1.ChatPosition\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"H\n\x19\x43hatServiceResumeResponse\x12+\n\x08response\x18\x01 \x01(\x0b\x32\x19.twinpool.v1.ChatResponse*l\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x02\x32\xa7\x01\n\x0b\x43hatService\x12=\n\x04\x43hat\x12\x18.twinpool.v1.ChatRequest\x1a\x19.twinpool.v1.ChatResponse0\x01\x12Y\n\x06Resume\x12%.twinpool.v1.ChatServiceResumeRequest\x1a&.twinpool.v1.ChatServiceResumeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.chat_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICEMODE']._serialized_start=693
-  _globals['_TOOLCHOICEMODE']._serialized_end=801
+  _globals['_TOOLCHOICEMODE']._serialized_start=1031
+  _globals['_TOOLCHOICEMODE']._serialized_end=1139
   _globals['_CHATREQUEST']._serialized_start=69
-  _globals['_CHATREQUEST']._serialized_end=242
-  _globals['_CHATRESPONSE']._serialized_start=245
-  _globals['_CHATRESPONSE']._serialized_end=409
-  _globals['_CHATDELTA']._serialized_start=412
-  _globals['_CHATDELTA']._serialized_end=590
-  _globals['_TOOLCALLDELTA']._serialized_start=592
-  _globals['_TOOLCALLDELTA']._serialized_end=691
-  _globals['_CHATSERVICE']._serialized_start=803
-  _globals['_CHATSERVICE']._serialized_end=879
+  _globals['_CHATREQUEST']._serialized_end=288
+  _globals['_CHATRESPONSE']._serialized_start=291
+  _globals['_CHATRESPONSE']._serialized_end=455
+  _globals['_CHATDELTA']._serialized_start=458
+  _globals['_CHATDELTA']._serialized_end=681
+  _globals['_CHATPOSITION']._serialized_start=683
+  _globals['_CHATPOSITION']._serialized_end=749
+  _globals['_TOOLCALLDELTA']._serialized_start=751
+  _globals['_TOOLCALLDELTA']._serialized_end=850
+  _globals['_CHATSERVICERESUMEREQUEST']._serialized_start=852
+  _globals['_CHATSERVICERESUMEREQUEST']._serialized_end=955
+  _globals['_CHATSERVICERESUMERESPONSE']._serialized_start=957
+  _globals['_CHATSERVICERESUMERESPONSE']._serialized_end=1029
+  _globals['_CHATSERVICE']._serialized_start=1142
+  _globals['_CHATSERVICE']._serialized_end=1309
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,7 @@ class ChatRequest(_message.Message):
     TOOL_NAME_FIELD_NUMBER: _builtins.int
     SINGLE_CALL_FIELD_NUMBER: _builtins.int
     RAW_REASONING_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     tool_choice: Global___ToolChoiceMode.ValueType
     """Whether the model is to call tools."""
     tool_name: _builtins.str
@@ -67,6 +68,12 @@ class ChatRequest(_message.Message):
     def request(self) -> _inference_pb2.GenerateRequest:
         """The request; its prompt is a chat."""
 
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatPosition]:
+        """Only where the same request is sent again for a turn that nobody has any more (RESUME_LOST): what its client has of it,
+        as for Resume. It is drawn again, and told from there on.
+        """
+
     def __init__(
         self,
         *,
@@ -75,10 +82,11 @@ class ChatRequest(_message.Message):
         tool_name: _builtins.str = ...,
         single_call: _builtins.bool = ...,
         raw_reasoning: _builtins.bool = ...,
+        positions: _abc.Iterable[Global___ChatPosition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["raw_reasoning", b"raw_reasoning", "request", b"request", "single_call", b"single_call", "tool_choice", b"tool_choice", "tool_name", b"tool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "raw_reasoning", b"raw_reasoning", "request", b"request", "single_call", b"single_call", "tool_choice", b"tool_choice", "tool_name", b"tool_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,6 +142,7 @@ class ChatDelta(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     MALFORMED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which choice, from 0."""
     content: _builtins.str
@@ -150,6 +159,10 @@ class ChatDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.PositionLogprobs]:
         """One entry a token that was drawn since the last delta, if asked for."""
 
+    @_builtins.property
+    def position(self) -> Global___ChatPosition:
+        """Where the choice stands behind this delta; a later one replaces it. Unset if the turn cannot be resumed."""
+
     def __init__(
         self,
         *,
@@ -159,14 +172,45 @@ class ChatDelta(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         malformed: _builtins.bool = ...,
         logprobs: _abc.Iterable[_inference_pb2.PositionLogprobs] | None = ...,
+        position: Global___ChatPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "index", b"index", "logprobs", b"logprobs", "malformed", b"malformed", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "index", b"index", "logprobs", b"logprobs", "malformed", b"malformed", "position", b"position", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatDelta: _TypeAlias = ChatDelta  # noqa: Y015
+
+@_typing.final
+class ChatPosition(_message.Message):
+    """How far one choice was told. Clients send it back as it came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    next_index: _builtins.int
+    """Tokens that were told of as a whole."""
+    told: _builtins.int
+    """Characters that were told, and the beginnings and faults of calls."""
+    checksum: _builtins.int
+    """Of all that, so that what comes behind it is of the same turn."""
+    def __init__(
+        self,
+        *,
+        next_index: _builtins.int = ...,
+        told: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "next_index", b"next_index", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatPosition: _TypeAlias = ChatPosition  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
@@ -205,3 +249,59 @@ class ToolCallDelta(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
+
+@_typing.final
+class ChatServiceResumeRequest(_message.Message):
+    """Asks for the rest of a turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """The last token that GenerateStarted returned."""
+    tenant: _builtins.str
+    """The tenant of the request."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatPosition]:
+        """For each choice, the position of the last delta that the client has; an empty one, or none, is the beginning."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+        positions: _abc.Iterable[Global___ChatPosition] | None = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "tenant", b"tenant", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatServiceResumeRequest: _TypeAlias = ChatServiceResumeRequest  # noqa: Y015
+
+@_typing.final
+class ChatServiceResumeResponse(_message.Message):
+    """One event of the turn. The first one is `started`, with a new resume token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___ChatResponse:
+        """The event. Deltas begin behind the positions."""
+
+    def __init__(
+        self,
+        *,
+        response: Global___ChatResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatServiceResumeResponse: _TypeAlias = ChatServiceResumeResponse  # noqa: Y015

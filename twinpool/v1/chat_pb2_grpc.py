@@ -40,6 +40,11 @@ class ChatServiceStub:
                 request_serializer=twinpool_dot_v1_dot_chat__pb2.ChatRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_chat__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/twinpool.v1.ChatService/Resume',
+                request_serializer=twinpool_dot_v1_dot_chat__pb2.ChatServiceResumeRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_chat__pb2.ChatServiceResumeResponse.FromString,
+                _registered_method=True)
 
 
 class ChatServiceServicer:
@@ -53,6 +58,14 @@ class ChatServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Attaches again to a turn that was asked for with a resume grace or an idempotency key, on any router of the cluster.
+        InferenceService.Cancel ends it for good.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChatServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=twinpool_dot_v1_dot_chat__pb2.ChatRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_chat__pb2.ChatResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=twinpool_dot_v1_dot_chat__pb2.ChatServiceResumeRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_chat__pb2.ChatServiceResumeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class ChatService:
             '/twinpool.v1.ChatService/Chat',
             twinpool_dot_v1_dot_chat__pb2.ChatRequest.SerializeToString,
             twinpool_dot_v1_dot_chat__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinpool.v1.ChatService/Resume',
+            twinpool_dot_v1_dot_chat__pb2.ChatServiceResumeRequest.SerializeToString,
+            twinpool_dot_v1_dot_chat__pb2.ChatServiceResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class ChatServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ChatServiceAsyncStub: ...
     Chat: _grpc.UnaryStreamMultiCallable[_chat_pb2.ChatRequest, _chat_pb2.ChatResponse]
     """Generates the next turn of a conversation and streams it, split into reasoning, content and calls of tools."""
+    Resume: _grpc.UnaryStreamMultiCallable[_chat_pb2.ChatServiceResumeRequest, _chat_pb2.ChatServiceResumeResponse]
+    """Attaches again to a turn that was asked for with a resume grace or an idempotency key, on any router of the cluster.
+    InferenceService.Cancel ends it for good.
+    """
 
 @_typing.type_check_only
 class ChatServiceAsyncStub(ChatServiceStub):
@@ -43,6 +47,10 @@ class ChatServiceAsyncStub(ChatServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Chat: _aio.UnaryStreamMultiCallable[_chat_pb2.ChatRequest, _chat_pb2.ChatResponse]  # type: ignore[assignment]
     """Generates the next turn of a conversation and streams it, split into reasoning, content and calls of tools."""
+    Resume: _aio.UnaryStreamMultiCallable[_chat_pb2.ChatServiceResumeRequest, _chat_pb2.ChatServiceResumeResponse]  # type: ignore[assignment]
+    """Attaches again to a turn that was asked for with a resume grace or an idempotency key, on any router of the cluster.
+    InferenceService.Cancel ends it for good.
+    """
 
 class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
     """Conversations with tools. A router serves it."""
@@ -54,5 +62,15 @@ class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_chat_pb2.ChatResponse], _abc.AsyncIterator[_chat_pb2.ChatResponse]]:
         """Generates the next turn of a conversation and streams it, split into reasoning, content and calls of tools."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _chat_pb2.ChatServiceResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_chat_pb2.ChatServiceResumeResponse], _abc.AsyncIterator[_chat_pb2.ChatServiceResumeResponse]]:
+        """Attaches again to a turn that was asked for with a resume grace or an idempotency key, on any router of the cluster.
+        InferenceService.Cancel ends it for good.
+        """
 
 def add_ChatServiceServicer_to_server(servicer: ChatServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

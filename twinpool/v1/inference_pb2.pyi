@@ -501,6 +501,8 @@ class GenerateRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     STRUCTURED_FIELD_NUMBER: _builtins.int
     REPEATED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's served name. Empty: the only model of the cluster."""
     text: _builtins.str
@@ -528,6 +530,14 @@ class GenerateRequest(_message.Message):
     repeated: _builtins.bool
     """The client has sent this request before, under its idempotency key, and does not know what became of it. Workers are
     asked as well then, in case that its router is lost.
+    """
+    prompt_logprobs: _builtins.int
+    """Return the log-probability of each token of the prompt but the first, and this many alternatives (0 to 20). Unset: none.
+    Such a prompt is computed in full, whatever is cached of it. Its length has a limit of its own. Not in a chat.
+    """
+    session_id: _builtins.str
+    """At most 128 printable characters, of the tenant's own choice. Of workers that are about as good, those of the session's
+    last turn are chosen. Empty: no session.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -575,21 +585,27 @@ class GenerateRequest(_message.Message):
         idempotency_key: _builtins.str = ...,
         structured: Global___StructuredOutput | None = ...,
         repeated: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "logprobs", b"logprobs", "preemptible", b"preemptible", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "repeated", b"repeated", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "stop", b"stop", "structured", b"structured", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_preemptible", b"_preemptible", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "chat", b"chat", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "repeated", b"repeated", "request_id", b"request_id", "resume_grace", b"resume_grace", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "structured", b"structured", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -604,6 +620,7 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___GenerateStarted:
         """First event of every accepted request."""
@@ -616,18 +633,23 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___GenerateFinished:
         """Last event: every choice has finished."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Log-probabilities of the prompt, if asked for: all of them come before the first tokens."""
+
     def __init__(
         self,
         *,
         started: Global___GenerateStarted | None = ...,
         tokens: Global___GenerateTokens | None = ...,
         finished: Global___GenerateFinished | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "tokens", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "tokens", "finished", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -815,7 +837,7 @@ class PositionLogprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chosen(self) -> Global___TokenLogprob:
-        """The drawn token."""
+        """The drawn token; of the prompt, its own."""
 
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -834,6 +856,44 @@ class PositionLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of positions of the prompt that follow one another. Where a stream is resumed before its first token they
+    begin again; where it is resumed later none come.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Position of the first of these tokens in the prompt, from 1: what the first token follows is nothing that has probabilities."""
+    first_token_id: _builtins.int
+    """The prompt's first token. Set in the event of offset 1."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
+        """One entry a position: the prompt's own token as `chosen`, and the likeliest ones. May be empty in the first event, of a prompt
+        of one token.
+        """
+
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        positions: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+        first_token_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "offset", b"offset", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
+    _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_id) -> _WhichOneofReturnType__first_token_id | None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class GenerateTokens(_message.Message):
@@ -1324,22 +1384,66 @@ class WarmRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
-        """The request whose prompt it is. Nothing else of it matters but model, tenant, adapter and priority."""
+        """The request whose prompt it is. Nothing else of it matters but model, tenant, adapter, priority and session id."""
+
+    @_builtins.property
+    def pin(self) -> _duration_pb2.Duration:
+        """How long the prompt's full blocks stay in the cache of the worker that has computed them, whatever else comes. Warm again
+        with the same prompt and session makes it longer, never shorter. Unset: they stay as long as there is room.
+        """
 
     def __init__(
         self,
         *,
         request: Global___GenerateRequest | None = ...,
+        pin: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
+
+@_typing.final
+class PrefixPin(_message.Message):
+    """A prefix that stays cached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names it for Release. The same prompt of the same tenant and session has the same."""
+    worker: _builtins.str
+    """The worker that keeps it. The pin ends with it."""
+    tokens: _builtins.int
+    """What is kept: the prompt's full blocks."""
+    @_builtins.property
+    def expires_in(self) -> _duration_pb2.Duration:
+        """How long from now."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        expires_in: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "id", b"id", "tokens", b"tokens", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixPin: _TypeAlias = PrefixPin  # noqa: Y015
 
 @_typing.final
 class WarmResponse(_message.Message):
@@ -1349,23 +1453,101 @@ class WarmResponse(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Length of the prompt."""
     cached_tokens: _builtins.int
     """Of them, those that were cached before."""
+    @_builtins.property
+    def pin(self) -> Global___PrefixPin:
+        """What was pinned, if that was asked for."""
+
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        pin: Global___PrefixPin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "pin", b"pin", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    """Asks to end pins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant whose pins they are; empty: the caller's own."""
+    session_id: _builtins.str
+    """All of a session. What it has cached besides is evicted first, too."""
+    pin_id: _builtins.str
+    """The one with this id."""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """Those of this request's prompt, in any session. Model, tenant and adapter matter besides."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        pin_id: _builtins.str = ...,
+        request: Global___GenerateRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id", "request", b"request", "session_id", b"session_id", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id", "request", b"request", "session_id", b"session_id", "target", b"target", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["session_id", "pin_id", "request"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseResponse(_message.Message):
+    """The pins have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DEMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_WORKERS_FIELD_NUMBER: _builtins.int
+    pins: _builtins.int
+    """Pins that there were. 0: none, or they had ended before."""
+    tokens: _builtins.int
+    """Tokens that they kept, pin by pin."""
+    demoted_tokens: _builtins.int
+    """Cached tokens that are evicted first now. They can still be hit."""
+    unreachable_workers: _builtins.int
+    """Workers that could not be asked. Pins there end when their time has passed."""
+    def __init__(
+        self,
+        *,
+        pins: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        demoted_tokens: _builtins.int = ...,
+        unreachable_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demoted_tokens", b"demoted_tokens", "pins", b"pins", "tokens", b"tokens", "unreachable_workers", b"unreachable_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
 class GetUsageRequest(_message.Message):

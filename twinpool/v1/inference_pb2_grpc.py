@@ -65,6 +65,11 @@ class InferenceServiceStub:
                 request_serializer=twinpool_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_inference__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/twinpool.v1.InferenceService/Release',
+                request_serializer=twinpool_dot_v1_dot_inference__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_inference__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.GetUsage = channel.unary_unary(
                 '/twinpool.v1.InferenceService/GetUsage',
                 request_serializer=twinpool_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
@@ -123,6 +128,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Release(self, request, context):
+        """Ends pins of prefixes, and makes what a session has cached the first to be evicted. Whatever is unknown counts as ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetUsage(self, request, context):
         """What the caller's tenant has used, as this router has counted it since it started.
         """
@@ -169,6 +181,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=twinpool_dot_v1_dot_inference__pb2.WarmRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_inference__pb2.WarmResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=twinpool_dot_v1_dot_inference__pb2.ReleaseRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_inference__pb2.ReleaseResponse.SerializeToString,
             ),
             'GetUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetUsage,
@@ -344,6 +361,33 @@ class InferenceService:
             '/twinpool.v1.InferenceService/Warm',
             twinpool_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
             twinpool_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.InferenceService/Release',
+            twinpool_dot_v1_dot_inference__pb2.ReleaseRequest.SerializeToString,
+            twinpool_dot_v1_dot_inference__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

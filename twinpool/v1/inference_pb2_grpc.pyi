@@ -45,6 +45,8 @@ class InferenceServiceStub:
     """Turns token ids into text, as answers have it."""
     Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
     """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed."""
+    Release: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseRequest, _inference_pb2.ReleaseResponse]
+    """Ends pins of prefixes, and makes what a session has cached the first to be evicted. Whatever is unknown counts as ended."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetUsageRequest, _inference_pb2.GetUsageResponse]
     """What the caller's tenant has used, as this router has counted it since it started."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -67,6 +69,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Turns token ids into text, as answers have it."""
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
     """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed."""
+    Release: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseRequest, _inference_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """Ends pins of prefixes, and makes what a session has cached the first to be evicted. Whatever is unknown counts as ended."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetUsageRequest, _inference_pb2.GetUsageResponse]  # type: ignore[assignment]
     """What the caller's tenant has used, as this router has counted it since it started."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -122,6 +126,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.WarmResponse, _abc.Awaitable[_inference_pb2.WarmResponse]]:
         """Computes a prompt before its turn comes, so that the turn finds it cached. Ends when it is computed."""
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _inference_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ReleaseResponse, _abc.Awaitable[_inference_pb2.ReleaseResponse]]:
+        """Ends pins of prefixes, and makes what a session has cached the first to be evicted. Whatever is unknown counts as ended."""
 
     @_abc_1.abstractmethod
     def GetUsage(

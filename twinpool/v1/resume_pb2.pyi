@@ -79,6 +79,9 @@ class PortableRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     ROOT_HASH_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream."""
     client_id: _builtins.str
@@ -109,6 +112,12 @@ class PortableRequest(_message.Message):
     """What the output must follow, as llguidance reads it; empty: anything."""
     root_hash: _builtins.bytes
     """Root of the prompt's block hashes: 16 bytes."""
+    prompt_logprobs: _builtins.int
+    """Alternatives to report a position of the prompt; unset: no log-probabilities of it. They are kept by nobody but the router
+    that they came to: where it is lost before its client has a token, the prompt is computed again.
+    """
+    session_id: _builtins.str
+    """The tenant's session; empty: none."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """How tokens are drawn, the seed included."""
@@ -124,6 +133,10 @@ class PortableRequest(_message.Message):
     @_builtins.property
     def kept_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Special tokens that are part of the text."""
+
+    @_builtins.property
+    def turn(self) -> Global___TurnForm:
+        """How its text is read; unset: it is no turn of a conversation."""
 
     def __init__(
         self,
@@ -147,16 +160,62 @@ class PortableRequest(_message.Message):
         grammar: _builtins.str = ...,
         kept_tokens: _abc.Iterable[_builtins.str] | None = ...,
         root_hash: _builtins.bytes = ...,
+        turn: Global___TurnForm | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "grace", b"grace", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grace", b"grace", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "root_hash", b"root_hash", "sampling", b"sampling", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "root_hash", b"root_hash", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___PortableRequest: _TypeAlias = PortableRequest  # noqa: Y015
+
+@_typing.final
+class TurnForm(_message.Message):
+    """How the text of an answer is read as the next turn of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FORMAT_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    REASONING_OPEN_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    call_format: _builtins.str
+    """Name of the format of its calls; empty: it has none."""
+    opening: _builtins.str
+    """How it begins, where that stands in the prompt."""
+    reasons: _builtins.bool
+    """Whether reasoning is told apart."""
+    reasoning_open: _builtins.bool
+    """Whether the prompt has begun the reasoning."""
+    single_call: _builtins.bool
+    """Whether it ends with its first call."""
+    def __init__(
+        self,
+        *,
+        call_format: _builtins.str = ...,
+        opening: _builtins.str = ...,
+        reasons: _builtins.bool = ...,
+        reasoning_open: _builtins.bool = ...,
+        single_call: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_format", b"call_format", "opening", b"opening", "reasoning_open", b"reasoning_open", "reasons", b"reasons", "single_call", b"single_call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnForm: _TypeAlias = TurnForm  # noqa: Y015
 
 @_typing.final
 class PortableChoice(_message.Message):

@@ -82,6 +82,7 @@ class ReportedLoad(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     AVAILABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in running state, of all routers."""
     waiting: _builtins.int
@@ -89,7 +90,9 @@ class ReportedLoad(_message.Message):
     queued_prefill_tokens: _builtins.int
     """Prompt tokens not computed yet, of all routers."""
     available_blocks: _builtins.int
-    """Blocks free or evictable."""
+    """Blocks free or evictable; those that prefix pins keep are neither."""
+    prefix_pinned_blocks: _builtins.int
+    """Blocks that prefix pins keep in the cache."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """How long ago."""
@@ -102,10 +105,11 @@ class ReportedLoad(_message.Message):
         waiting: _builtins.int = ...,
         queued_prefill_tokens: _builtins.int = ...,
         available_blocks: _builtins.int = ...,
+        prefix_pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "available_blocks", b"available_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "available_blocks", b"available_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -277,6 +277,7 @@ class DrawSpec(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAWN_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices."""
     logprobs: _builtins.int
@@ -287,6 +288,10 @@ class DrawSpec(_message.Message):
     """
     grammar: _builtins.str
     """What the output must follow, as llguidance reads it; empty: anything."""
+    prompt_logprobs: _builtins.int
+    """Alternatives to report for each position of the prompt but the first, by whoever computes it, who takes nothing of it from a
+    cache then; unset: no log-probabilities of the prompt. Not together with `drawn`.
+    """
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """All fields set; defaults already filled in."""
@@ -309,14 +314,20 @@ class DrawSpec(_message.Message):
         logprobs: _builtins.int | None = ...,
         drawn: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "drawn", b"drawn", "grammar", b"grammar", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "drawn", b"drawn", "grammar", b"grammar", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___DrawSpec: _TypeAlias = DrawSpec  # noqa: Y015
 
@@ -368,6 +379,7 @@ class PrefillCommand(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     reader_cached_blocks: _builtins.int
     """Leading blocks that the reader already holds and will not read."""
     priority: _builtins.int
@@ -376,6 +388,8 @@ class PrefillCommand(_message.Message):
     """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
     traceparent: _builtins.str
     """W3C trace context of the request's span; empty if it is not traced."""
+    session: _builtins.bytes
+    """16 bytes that stand for the tenant's session; empty: none."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -413,10 +427,11 @@ class PrefillCommand(_message.Message):
         prefix: Global___PrefixSource | None = ...,
         preemptible: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -441,6 +456,7 @@ class DecodeCommand(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PORTABLE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
@@ -449,6 +465,8 @@ class DecodeCommand(_message.Message):
     """Whether the worker may take its blocks from it for another attempt. Unset: yes."""
     traceparent: _builtins.str
     """W3C trace context of the request's span; empty if it is not traced."""
+    session: _builtins.bytes
+    """16 bytes that stand for the tenant's session; empty: none."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -495,10 +513,11 @@ class DecodeCommand(_message.Message):
         preemptible: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
         portable: _resume_pb2.PortableRequest | None = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -548,6 +567,7 @@ class SessionResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -580,6 +600,10 @@ class SessionResponse(_message.Message):
     def load(self) -> Global___LoadReport:
         """The worker's load, sent when it changes."""
 
+    @_builtins.property
+    def prompt_scored(self) -> Global___PromptScored:
+        """Log-probabilities of positions of the prompt, in order; all of them come before PrefillDone."""
+
     def __init__(
         self,
         *,
@@ -591,12 +615,13 @@ class SessionResponse(_message.Message):
         failed: Global___AttemptFailed | None = ...,
         cancelled: Global___Cancelled | None = ...,
         load: Global___LoadReport | None = ...,
+        prompt_scored: Global___PromptScored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_scored", b"prompt_scored", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "handoff_done", b"handoff_done", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_scored", b"prompt_scored", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "reserved", "prefill_done", "handoff_done", "step", "failed", "cancelled", "load"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "reserved", "prefill_done", "handoff_done", "step", "failed", "cancelled", "load", "prompt_scored"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -733,6 +758,36 @@ class PrefixFetched(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_blocks) -> _WhichOneofReturnType__owner_blocks | None: ...
 
 Global___PrefixFetched: _TypeAlias = PrefixFetched  # noqa: Y015
+
+@_typing.final
+class PromptScored(_message.Message):
+    """Some of the prompt's positions are computed, and their log-probabilities were asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def id(self) -> Global___AttemptId:
+        """The attempt."""
+
+    @_builtins.property
+    def logprobs(self) -> _inference_pb2.PromptLogprobs:
+        """Of at most 256 positions. Without `first_token_id`."""
+
+    def __init__(
+        self,
+        *,
+        id: Global___AttemptId | None = ...,
+        logprobs: _inference_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptScored: _TypeAlias = PromptScored  # noqa: Y015
 
 @_typing.final
 class PrefillDone(_message.Message):
@@ -959,6 +1014,7 @@ class LoadReport(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     STEP_TIME_FIELD_NUMBER: _builtins.int
+    PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests in running state."""
     waiting_requests: _builtins.int
@@ -966,11 +1022,13 @@ class LoadReport(_message.Message):
     waiting_prefill_tokens: _builtins.int
     """Prompt tokens not computed yet."""
     available_blocks: _builtins.int
-    """Blocks free or evictable."""
+    """Blocks free or evictable; those that prefix pins keep are neither."""
     total_blocks: _builtins.int
     """Blocks in the pool."""
     cached_blocks: _builtins.int
     """Blocks that hold a cached prefix and no reference."""
+    prefix_pinned_blocks: _builtins.int
+    """Blocks that prefix pins keep in the cache, whether anybody needs them now or not."""
     @_builtins.property
     def step_time(self) -> _duration_pb2.Duration:
         """Median of the last steps' durations."""
@@ -985,10 +1043,11 @@ class LoadReport(_message.Message):
         total_blocks: _builtins.int = ...,
         cached_blocks: _builtins.int = ...,
         step_time: _duration_pb2.Duration | None = ...,
+        prefix_pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "cached_blocks", b"cached_blocks", "running_requests", b"running_requests", "step_time", b"step_time", "total_blocks", b"total_blocks", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "cached_blocks", b"cached_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "running_requests", b"running_requests", "step_time", b"step_time", "total_blocks", b"total_blocks", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1032,6 +1091,8 @@ class InspectResponse(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     FENCE_FAILURES_FIELD_NUMBER: _builtins.int
     KEPT_ANSWERS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Its role now."""
     total_blocks: _builtins.int
@@ -1060,6 +1121,10 @@ class InspectResponse(_message.Message):
     """Fence failures since the start."""
     kept_answers: _builtins.int
     """Answers whose tokens are kept for another router. They hold no blocks."""
+    prefix_pinned_blocks: _builtins.int
+    """Blocks that prefix pins keep in the cache. They count as cached, or as held while somebody needs them."""
+    prefix_pins: _builtins.int
+    """Prefix pins."""
     @_builtins.property
     def worker(self) -> Global___WorkerId:
         """Who answers."""
@@ -1082,10 +1147,12 @@ class InspectResponse(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         fence_failures: _builtins.int = ...,
         kept_answers: _builtins.int = ...,
+        prefix_pinned_blocks: _builtins.int = ...,
+        prefix_pins: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1291,3 +1358,149 @@ class TakePrefixesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakePrefixesResponse: _TypeAlias = TakePrefixesResponse  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    """Asks a worker to keep a prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_TOKENS_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose pin it is."""
+    session: _builtins.bytes
+    """16 bytes that stand for the tenant's session; empty: none."""
+    max_tenant_tokens: _builtins.int
+    """Most tokens that the tenant may have pinned on this worker, each counted once."""
+    renew: _builtins.bool
+    """Only make a pin longer that is there."""
+    @_builtins.property
+    def chain(self) -> Global___PrefixChain:
+        """The prefix: full blocks, from the first one on."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long, from now. A pin that is there already never gets shorter."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session: _builtins.bytes = ...,
+        chain: Global___PrefixChain | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        max_tenant_tokens: _builtins.int = ...,
+        renew: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "lease", b"lease", "max_tenant_tokens", b"max_tenant_tokens", "renew", b"renew", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    """What is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Empty: nothing is pinned, since not all of the prefix is cached, or no pin is there to make longer."""
+    tokens: _builtins.int
+    """Tokens that the pin keeps."""
+    @_builtins.property
+    def expires_in(self) -> _duration_pb2.Duration:
+        """How long, from now."""
+
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        expires_in: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "pin_id", b"pin_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class ReleasePrefixRequest(_message.Message):
+    """Asks a worker to end pins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose pins they are."""
+    session: _builtins.bytes
+    """All of a session. The blocks of its last turn are evicted first, too."""
+    pin_id: _builtins.str
+    """The one with this id."""
+    @_builtins.property
+    def chain(self) -> Global___PrefixChain:
+        """Those of this prefix."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session: _builtins.bytes = ...,
+        pin_id: _builtins.str = ...,
+        chain: Global___PrefixChain | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "pin_id", b"pin_id", "session", b"session", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "pin_id", b"pin_id", "session", b"session", "target", b"target", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["session", "pin_id", "chain"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___ReleasePrefixRequest: _TypeAlias = ReleasePrefixRequest  # noqa: Y015
+
+@_typing.final
+class ReleasePrefixResponse(_message.Message):
+    """The pins have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DEMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    pins: _builtins.int
+    """Pins that there were."""
+    tokens: _builtins.int
+    """Tokens that they kept, pin by pin."""
+    demoted_tokens: _builtins.int
+    """Cached tokens that are evicted first now."""
+    def __init__(
+        self,
+        *,
+        pins: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        demoted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demoted_tokens", b"demoted_tokens", "pins", b"pins", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePrefixResponse: _TypeAlias = ReleasePrefixResponse  # noqa: Y015

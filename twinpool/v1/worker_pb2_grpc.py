@@ -60,6 +60,16 @@ class WorkerServiceStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.TakeOverResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/twinpool.v1.WorkerService/PinPrefix',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ReleasePrefix = channel.unary_unary(
+                '/twinpool.v1.WorkerService/ReleasePrefix',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.ReleasePrefixRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.ReleasePrefixResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -103,6 +113,20 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """Keeps a prefix that is cached here from eviction for a while.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleasePrefix(self, request, context):
+        """Ends such pins, and makes what they kept the first to be evicted. Unknown ones have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +154,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.TakeOver,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.TakeOverResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.PinPrefixRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'ReleasePrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleasePrefix,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.ReleasePrefixRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.ReleasePrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +302,60 @@ class WorkerService:
             '/twinpool.v1.WorkerService/TakeOver',
             twinpool_dot_v1_dot_worker__pb2.TakeOverRequest.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.TakeOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/PinPrefix',
+            twinpool_dot_v1_dot_worker__pb2.PinPrefixRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleasePrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/ReleasePrefix',
+            twinpool_dot_v1_dot_worker__pb2.ReleasePrefixRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.ReleasePrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

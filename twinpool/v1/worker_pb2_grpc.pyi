@@ -47,6 +47,10 @@ class WorkerServiceStub:
     """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
     it that still runs here ends.
     """
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PinPrefixRequest, _worker_pb2.PinPrefixResponse]
+    """Keeps a prefix that is cached here from eviction for a while."""
+    ReleasePrefix: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleasePrefixRequest, _worker_pb2.ReleasePrefixResponse]
+    """Ends such pins, and makes what they kept the first to be evicted. Unknown ones have ended."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -67,6 +71,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
     it that still runs here ends.
     """
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_worker_pb2.PinPrefixRequest, _worker_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """Keeps a prefix that is cached here from eviction for a while."""
+    ReleasePrefix: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleasePrefixRequest, _worker_pb2.ReleasePrefixResponse]  # type: ignore[assignment]
+    """Ends such pins, and makes what they kept the first to be evicted. Unknown ones have ended."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a router says to a worker. A worker serves it."""
@@ -114,5 +122,21 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """What the worker knows of a resumable answer whose router is lost, for the router that goes on with it. An attempt of
         it that still runs here ends.
         """
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _worker_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PinPrefixResponse, _abc.Awaitable[_worker_pb2.PinPrefixResponse]]:
+        """Keeps a prefix that is cached here from eviction for a while."""
+
+    @_abc_1.abstractmethod
+    def ReleasePrefix(
+        self,
+        request: _worker_pb2.ReleasePrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReleasePrefixResponse, _abc.Awaitable[_worker_pb2.ReleasePrefixResponse]]:
+        """Ends such pins, and makes what they kept the first to be evicted. Unknown ones have ended."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -23,6 +23,7 @@ from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox, Receiver
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.prefix_fetch import PrefixFetcher
+from twinpool.worker.prefix_pins import PrefixPins
 from twinpool.worker.stack import EngineStack
 from twinpool.worker.step_loop import StepLoop
 
@@ -63,7 +64,10 @@ def assemble(
         loop.role.on_offer_ended(key, end)
 
     kept = KeptAnswers(config.worker.max_kept_answers, config.worker.kept_bytes, worker.name, around.clock)
-    parts = _parts(config.transfer, worker, stack, around, on_offer_ended, kept)
+    pins = PrefixPins(
+        stack.blocks, stack.pool.generations, stack.scheduler, stack.limits, config.sessions, around.clock
+    )
+    parts = _parts(config.transfer, worker, stack, around, on_offer_ended, kept, pins)
     interval = config.worker.report_interval_seconds
     loop = StepLoop(
         scheduler=stack.scheduler,
@@ -76,6 +80,7 @@ def assemble(
         meters=Meters(parts),
         poison_freed=config.kv.poison_freed,
         on_fatal=around.on_fatal,
+        pins=pins,
         tap=CacheTap(stack.blocks, around.on_cache_events) if around.on_cache_events else None,
         clock=around.clock,
     )
@@ -98,6 +103,7 @@ def _parts(
     around: Surroundings,
     on_offer_ended: Callable[[AttemptKey, OfferEnd], None],
     kept: KeptAnswers,
+    pins: PrefixPins,
 ) -> WorkerParts:
     outbox = Outbox(around.receiver, around.post)
     digest = _digest(stack)
@@ -150,5 +156,6 @@ def _parts(
         endpoints=endpoints,
         fetcher=fetcher,
         kept=kept,
+        pins=pins,
         clock=around.clock,
     )

@@ -31,6 +31,9 @@ MAX_STOP_IDS = 1024
 MAX_BIASES = 4096
 """Most tokens of one request whose logits are changed."""
 
+SESSION_BYTES = 16
+"""Bytes that stand for a session."""
+
 _SamplingField: TypeAlias = Literal[
     "temperature",
     "top_k",
@@ -99,6 +102,11 @@ class Draw:
         """Tokens that a choice may still have."""
         return self.params.max_tokens - self.drawn
 
+    @property
+    def use_cache(self) -> bool:
+        """Whether whoever computes the prompt may take its beginning from a cache, which holds no logits."""
+        return self.params.prompt_logprobs is None
+
     def sequence(
         self,
         prompt: Prompt,
@@ -144,6 +152,7 @@ class PrefillWork:
     prefix: PrefixSource | None = None
     preemptible: bool = True
     traceparent: str = ""
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +173,7 @@ class DecodeWork:
     preemptible: bool = True
     traceparent: str = ""
     portable: PortableRequest | None = None
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +250,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits, grammars: Grammars | No
         prefix=_prefix(command, prompt),
         preemptible=command.preemptible if command.HasField("preemptible") else True,
         traceparent=command.traceparent,
+        session=_session(command),
     )
 
 
@@ -262,7 +273,14 @@ def _decode(command: pb.DecodeCommand, limits: Limits, grammars: Grammars | None
         preemptible=command.preemptible if command.HasField("preemptible") else True,
         traceparent=command.traceparent,
         portable=_portable(command),
+        session=_session(command),
     )
+
+
+def _session(command: pb.PrefillCommand | pb.DecodeCommand) -> bytes:
+    if len(command.session) not in (0, SESSION_BYTES):
+        raise _invalid(f"session has {len(command.session)} bytes, not {SESSION_BYTES} or none")
+    return command.session
 
 
 def _portable(command: pb.DecodeCommand) -> PortableRequest | None:
@@ -334,6 +352,7 @@ def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
             grammar=spec.grammar,
             logprobs=spec.logprobs if spec.HasField("logprobs") else None,
+            prompt_logprobs=spec.prompt_logprobs if spec.HasField("prompt_logprobs") else None,
         )
         params.check_vocabulary(limits.vocab_size)
     except DrawParamsError as error:
@@ -343,6 +362,8 @@ def _draw(spec: pb.DrawSpec, limits: Limits, grammars: Grammars | None) -> Draw:
             f"draw.drawn is {spec.drawn} with n {spec.n} and max_tokens {params.max_tokens};"
             " it needs one choice and a token that is left to draw"
         )
+    if spec.drawn and params.prompt_logprobs is not None:
+        raise _invalid(f"draw.prompt_logprobs is set with draw.drawn {spec.drawn}: who has tokens has them")
     return Draw(params, spec.n, spec.drawn, grammars)
 
 

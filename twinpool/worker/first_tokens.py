@@ -2,16 +2,19 @@
 """The first token of each choice, drawn from the same logits by whoever computes the prompt."""
 
 from twinpool.engine.runner import StepResult
-from twinpool.engine.sampling import SequenceDraw, TokenLogprobs
+from twinpool.engine.sampling import PromptScoring, SequenceDraw, TokenLogprobs
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.commands import Draw, Prompt
 from twinpool.worker.tokens import finish_reason, position_logprobs
 
 
 def first_draw(draw: Draw, prompt: Prompt) -> SequenceDraw:
-    """The first choice's draw, with those of the other choices as its siblings."""
+    """The first choice's draw, with those of the other choices as its siblings, and the prompt's scoring if it is asked for."""
     siblings = tuple(draw.sequence(prompt, choice=index) for index in range(1, draw.n))
-    return draw.sequence(prompt, siblings=siblings)
+    own = draw.sequence(prompt, siblings=siblings)
+    if draw.params.prompt_logprobs is not None:
+        own.scoring = PromptScoring(prompt.tokens, draw.params.prompt_logprobs)
+    return own
 
 
 def first_tokens(draw: SequenceDraw, result: StepResult, index: int) -> list[pb.FirstToken]:

@@ -165,7 +165,8 @@ class WorkerHost:
     async def _start(self) -> None:
         config, started = self._config, time.monotonic()
         self._failed = asyncio.get_running_loop().create_future()
-        self._server = rpc.Server(config.rpc, config.tls)
+        audit = rpc.AuditLog(config.audit.file, self.key.name)
+        self._server = rpc.Server(config.rpc, config.tls, audit=audit)
         port = self._server.bind(config.worker.host, config.worker.port)
         self.endpoint = rpc.join_address(config.worker.host, port)
         tracing.setup(config.tracing, self._role_name, self.key.name)

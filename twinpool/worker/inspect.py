@@ -56,4 +56,6 @@ class Inspector:
             kv_bytes_per_token=self._kv_bytes_per_token,
             fence_failures=self._observer.fence_failures,
             kept_answers=len(self._parts.kept),
+            prefix_pinned_blocks=blocks.prefix_pinned_blocks,
+            prefix_pins=blocks.prefix_pins,
         )

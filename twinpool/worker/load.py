@@ -92,10 +92,11 @@ class LoadReporter:
             self._scheduler.waiting_tokens,
             self._blocks.available_blocks,
             self._blocks.cached_blocks,
+            self._blocks.prefix_pinned_blocks,
         )
 
     def _report(self, sessions: set[int], counts: tuple[int, ...]) -> None:
-        running, waiting, waiting_tokens, available, cached = counts
+        running, waiting, waiting_tokens, available, cached, prefix_pinned = counts
         report = pb.LoadReport(
             running_requests=running,
             waiting_requests=waiting,
@@ -104,6 +105,7 @@ class LoadReporter:
             total_blocks=self._blocks.num_blocks,
             cached_blocks=cached,
             step_time=duration(self.step_seconds()),
+            prefix_pinned_blocks=prefix_pinned,
         )
         for session in sessions:
             self._send(session, pb.SessionResponse(load=report))

@@ -57,8 +57,10 @@ class Meters:
             ("held", blocks.held_blocks),
             ("pinned", blocks.pinned_blocks),
             ("quarantined", blocks.quarantined_blocks),
+            ("prefix_pinned", blocks.prefix_pinned_blocks),
         ):
             metrics.WORKER_BLOCKS.labels(state).set(count)
+        metrics.WORKER_PREFIX_PINS.set(blocks.prefix_pins)
         metrics.HANDOFF_OFFERS.set(self._parts.offers.open)
         metrics.HANDOFF_TRANSFERS.set(pulls.waiting + pulls.draining)
         metrics.HANDOFF_QUARANTINED_BLOCKS.set(pulls.quarantined_blocks)

@@ -12,6 +12,7 @@ from twinpool.worker.commands import Limits
 from twinpool.worker.kept import KeptAnswers
 from twinpool.worker.outbox import Outbox
 from twinpool.worker.prefix_fetch import PrefixFetcher
+from twinpool.worker.prefix_pins import PrefixPins
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +32,5 @@ class WorkerParts:
     endpoints: dict[WorkerKey, str]
     fetcher: PrefixFetcher
     kept: KeptAnswers
+    pins: PrefixPins
     clock: Callable[[], float]

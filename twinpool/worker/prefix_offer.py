@@ -24,8 +24,8 @@ from twinpool.store import Keys, Store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1 import worker_pb2_grpc
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
+from twinpool.worker.chains import CHAINS_MAX, chain_message
 from twinpool.worker.heat import Chain
-from twinpool.worker.prefix_take import CHAINS_MAX, chain_message
 
 TAKERS_MAX: Final = 4
 """Workers that a prefix set is shared out to. More would each hold too little of it to draw anybody."""

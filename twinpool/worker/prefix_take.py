@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -15,40 +14,16 @@ from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.transfer.base import AttemptKey
 from twinpool.v1 import worker_pb2 as pb
-from twinpool.worker.commands import HASH_BYTES, Limits, PrefixSource, Prompt
+from twinpool.worker.chains import parse_chains
+from twinpool.worker.commands import Limits, PrefixSource, Prompt
 from twinpool.worker.heat import Chain
 from twinpool.worker.prefix_fetch import PrefixFetch, PrefixFetcher
 from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
-
-CHAINS_MAX: Final = 4096
-"""Most chains of one offer."""
 
 DEADLINE_SECONDS_MAX: Final = 600.0
 """Longest time for one offer."""
 
 log = get_logger(__name__)
-
-
-def chain_message(chain: Chain) -> pb.PrefixChain:
-    """A chain for the wire."""
-    return pb.PrefixChain(block_hashes=chain.hashes.tobytes(), root_hash=chain.root)
-
-
-def parse_chains(messages: Sequence[pb.PrefixChain], limits: Limits) -> list[Chain]:
-    """Chains from the wire. Raises INVALID_ARGUMENT for what no worker would have sent."""
-    if len(messages) > CHAINS_MAX:
-        raise TwinpoolError("INVALID_ARGUMENT", f"chains: {len(messages)}; the limit is {CHAINS_MAX}")
-    chains = []
-    for message in messages:
-        raw, root = message.block_hashes, message.root_hash
-        blocks, rest = divmod(len(raw), HASH_BYTES)
-        if rest or not 0 < blocks <= limits.num_blocks or len(root) != HASH_BYTES:
-            detail = (
-                f"a chain of {len(raw)} bytes with a root of {len(root)}; at most {limits.num_blocks} blocks"
-            )
-            raise TwinpoolError("INVALID_ARGUMENT", detail)
-        chains.append(Chain(root, np.frombuffer(raw, np.uint8).reshape(-1, HASH_BYTES)))
-    return chains
 
 
 class PrefixTaker:

@@ -11,6 +11,7 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from twinpool import metrics
 from twinpool._core import StepPlan
+from twinpool.engine.step import StepResult
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.transfer.base import AttemptKey, PeerDescriptor
@@ -23,6 +24,7 @@ from twinpool.worker.attempts import AttemptLike, AttemptTable
 from twinpool.worker.commands import CancelWork, CommandError, DecodeWork, PrefillWork, Reason, Work
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.prefix_fetch import PrefixFetch
+from twinpool.worker.tokens import scored_messages
 
 log = get_logger(__name__)
 
@@ -54,6 +56,7 @@ class RoleBase(ABC, Generic[A, W]):
         self._offers = parts.offers
         self._pulls = parts.pulls
         self._fetcher = parts.fetcher
+        self._pins = parts.pins
         self._endpoints = parts.endpoints
         self._outbox = parts.outbox
         self._clock = parts.clock
@@ -229,6 +232,12 @@ class RoleBase(ABC, Generic[A, W]):
             dropped = self._blocks.reset_cache()
             log.error("cache_dropped", attempts=len(attempts), blocks=dropped)
 
+    def _tell_scored(self, attempt: A, result: StepResult, index: int) -> None:
+        """What a step, as its entry ``index``, has scored of the attempt's prompt."""
+        part = result.prompts.get(index)
+        for message in scored_messages(attempt.key, part) if part is not None else ():
+            self._outbox.session(attempt.session, message)
+
     # --- prefix
 
     def _with_prefix(self, attempt: A, work: W, proceed: Callable[[A], None]) -> None:
@@ -238,7 +247,7 @@ class RoleBase(ABC, Generic[A, W]):
             attempt.fetch, attempt.fetched = None, fetched
             self._guard(attempt, proceed, attempt)
 
-        if work.prefix is not None:
+        if work.prefix is not None and work.draw.use_cache:
             attempt.fetch = self._fetcher.start(work.key, work.prompt, work.prefix, done)
         if attempt.fetch is None:
             proceed(attempt)

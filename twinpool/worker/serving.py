@@ -163,6 +163,7 @@ class Serving:
             inspector=inspector,
             heat=self._heat,
             taker=PrefixTaker(self._loop, parts.fetcher, parts.limits),
+            pins=parts.pins,
             on_drain=self._drain_asked,
             grammars=self._stack.grammars,
         )

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from twinpool import errors, metrics
 from twinpool.engine.sampling import GrammarError, Grammars
@@ -32,6 +32,7 @@ from twinpool.worker.commands import (
 )
 from twinpool.worker.heat import PromptHeat
 from twinpool.worker.inspect import Inspector
+from twinpool.worker.prefix_pins import PrefixPins
 from twinpool.worker.prefix_take import PrefixTaker
 from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 from twinpool.worker.streams import Context, MessageQueue
@@ -46,6 +47,7 @@ HELLO_SECONDS: Final = 10.0
 """A stream that says nothing for so long is not a router's."""
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         inspector: Inspector,
         heat: PromptHeat,
         taker: PrefixTaker,
+        pins: PrefixPins,
         on_drain: Callable[[float | None], object],
         grammars: Grammars | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._inspector = inspector
         self._heat = heat
         self._taker = taker
+        self._pins = pins
         self._on_drain = on_drain
         self._grammars = grammars
         self._numbers = itertools.count(1)
@@ -151,10 +155,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """See the protocol. Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
         role = self._loop.role
         take_over = partial(role.take_over, request.stream_id, request.key, request.digest, request.forget)
-        try:
-            return pb.TakeOverResponse(state=await outcome(self._loop.call(take_over)))
-        except LoopEndedError:
-            raise TwinpoolError("DRAINING", f"worker {self._worker} has stopped") from None
+        return pb.TakeOverResponse(state=await self._on_step_thread(take_over))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """See the protocol. Returns at once; a second call changes nothing."""
@@ -174,6 +175,26 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._draining or self._unfit or self._stalled:
             raise TwinpoolError("DRAINING", f"worker {self._worker} takes no work")
         return await self._taker.take(request)
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Context) -> pb.PinPrefixResponse:
+        """See the protocol. A worker that leaves or is unfit pins nothing."""
+        if self._draining or self._unfit or self._stalled:
+            raise TwinpoolError("DRAINING", f"worker {self._worker} takes no work")
+        self._pins.check_pin(request)
+        return await self._on_step_thread(partial(self._pins.pin, request))
+
+    async def ReleasePrefix(
+        self, request: pb.ReleasePrefixRequest, context: Context
+    ) -> pb.ReleasePrefixResponse:
+        """See the protocol."""
+        self._pins.check_release(request)
+        return await self._on_step_thread(partial(self._pins.release, request))
+
+    async def _on_step_thread(self, work: Callable[[], T]) -> T:
+        try:
+            return await outcome(self._loop.call(work))
+        except LoopEndedError:
+            raise TwinpoolError("DRAINING", f"worker {self._worker} has stopped") from None
 
     def _check_meant(self, meant: pb.WorkerId) -> None:
         own = self._worker

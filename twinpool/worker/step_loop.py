@@ -25,6 +25,7 @@ from twinpool.worker.kv_events.tap import CacheTap
 from twinpool.worker.load import LoadReporter
 from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox
+from twinpool.worker.prefix_pins import PrefixPins
 from twinpool.worker.role import RoleHandler
 
 IDLE_SECONDS_MAX: Final = 1.0
@@ -84,6 +85,7 @@ class StepLoop:
         meters: Meters,
         poison_freed: bool,
         on_fatal: Callable[[str], None],
+        pins: PrefixPins | None = None,
         tap: CacheTap | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,6 +94,7 @@ class StepLoop:
         self.tap = tap
         self.load = load
         self._meters = meters
+        self._pins = pins
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
@@ -209,6 +212,8 @@ class StepLoop:
         self._drain()
         now = self._clock()
         self.role.on_clock(now)
+        if self._pins is not None:
+            self._pins.tick(now)
         self._poison()
         self.load.tick(now)
         self._meters.tick(now)
@@ -246,7 +251,7 @@ class StepLoop:
             self._scheduler.abort_plan(plan)
             if not self._scheduler.running:
                 self.progress += 1
-            return False
+            return self._pins is not None and self._pins.make_way()
         planned = self._clock()
         try:
             # Blocks that the plan has taken from sequences keep their content until here.
@@ -289,7 +294,8 @@ class StepLoop:
 
     def _sleep(self, seconds_max: float) -> None:
         now = self._clock()
-        wakes = (self.role.next_wake(now), self.load.next_wake(), now + seconds_max)
+        pins = self._pins.next_wake() if self._pins is not None else None
+        wakes = (self.role.next_wake(now), self.load.next_wake(), pins, now + seconds_max)
         until = min(wake for wake in wakes if wake is not None)
         with self._wake:
             if self._inbox or self._stopping:

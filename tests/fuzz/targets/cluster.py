@@ -6,6 +6,7 @@ the next call is answered.
 """
 
 import asyncio
+import time
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from functools import cache
@@ -13,17 +14,21 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
 
 from tests.fuzz.shake import message_mutator
 from tests.fuzz.target import Target
 from twinpool import rpc
-from twinpool.config import RpcConfig, TwinpoolConfig
+from twinpool._core import BlockManager, SchedulerConfig, StepScheduler
+from twinpool.config import RpcConfig, SessionsSection, TwinpoolConfig
 from twinpool.control.operations import Operations
 from twinpool.control.service import ControlServicer
 from twinpool.errors import TABLE, from_rpc_error
 from twinpool.ids import WorkerKey
 from twinpool.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twinpool.worker.commands import Limits, worker_id
+from twinpool.worker.prefix_pins import PrefixPins
 from twinpool.worker.prefix_take import PrefixTaker
 from twinpool.worker.session import WorkerService
 
@@ -37,6 +42,8 @@ METHODS: list[tuple[str, type]] = [
     ("WorkerService/TakeOver", worker_pb2.TakeOverRequest),
     ("WorkerService/Drain", worker_pb2.DrainRequest),
     ("WorkerService/TakePrefixes", worker_pb2.TakePrefixesRequest),
+    ("WorkerService/PinPrefix", worker_pb2.PinPrefixRequest),
+    ("WorkerService/ReleasePrefix", worker_pb2.ReleasePrefixRequest),
 ]
 KINDS = [kind for _, kind in METHODS]
 KEY = WorkerKey("w", 7)
@@ -94,6 +101,19 @@ class Nothing:
         ended(worker_pb2.PrefixFetched(failure=worker_pb2.FAILURE_REASON_NOT_CACHED))
 
 
+CHAIN = bytes(range(32))
+
+
+def pins_over(blocks: BlockManager, generations: NDArray[np.uint64], limits: Limits) -> PrefixPins:
+    """The books of a worker that has two blocks cached."""
+    given = blocks.allocate(2)
+    assert given is not None
+    blocks.commit(given, np.frombuffer(CHAIN, np.uint8).reshape(2, 16), bytes(16))
+    blocks.release(given)
+    scheduler = StepScheduler(blocks, SchedulerConfig(max_num_seqs=8))
+    return PrefixPins(blocks, generations, scheduler, limits, SessionsSection(), time.monotonic)
+
+
 class World:
     """Both servers as one, for the life of the process."""
 
@@ -108,10 +128,13 @@ class World:
         nothing: Any = self.nothing
         steps: Any = Loop()
         limits = Limits(16, 64, 512, 8, 300)
+        generations = np.zeros(64, np.uint64)
+        self.blocks = BlockManager(64, 16, generations)
         operations = Still(records, TwinpoolConfig(), records, nothing, nothing)
         service = WorkerService(
             worker=KEY, role=worker_pb2.ROLE_DECODE, limits=limits, loop=steps, inspector=nothing, heat=nothing,
             taker=PrefixTaker(steps, nothing, limits), on_drain=self.nothing.drained.append,
+            pins=pins_over(self.blocks, generations, limits),
         )  # fmt: skip
         server = rpc.Server(RpcConfig())
         server.add(
@@ -165,12 +188,16 @@ def run(data: bytes) -> None:
         assert known.reason in TABLE
         assert len(known.message) < 2000, "a message of the size of its request"
         assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED, known
+    made.blocks.check()
+    assert made.blocks.prefix_pinned_blocks <= 16, "more than the share of pins"
     asked, made.nothing.drained[:] = list(made.nothing.drained), []
     assert all(seconds is None or 0 <= seconds <= 86400 for seconds in asked), asked
 
 
 def seeds() -> list[bytes]:
-    chain = worker_pb2.PrefixChain(block_hashes=bytes(range(32)), root_hash=bytes(16))
+    chain = worker_pb2.PrefixChain(block_hashes=CHAIN, root_hash=bytes(16))
+    pinned = worker_pb2.PinPrefixRequest(tenant="t", session=bytes(16), chain=chain, max_tenant_tokens=64)
+    pinned.lease.FromSeconds(5)
     taken = worker_pb2.TakePrefixesRequest(
         owner=worker_id(WorkerKey("o", 3)), endpoint="127.0.0.1:1", chains=[chain]
     )
@@ -190,6 +217,10 @@ def seeds() -> list[bytes]:
         worker_pb2.DrainRequest(worker=worker_id(KEY)),
         drain,
         taken,
+        pinned,
+        worker_pb2.ReleasePrefixRequest(tenant="t", session=bytes(16)),
+        worker_pb2.ReleasePrefixRequest(tenant="t", pin_id="0" * 32),
+        worker_pb2.ReleasePrefixRequest(tenant="t", chain=chain),
     ]
     return [bytes([KINDS.index(type(made))]) + made.SerializeToString() for made in requests]
 

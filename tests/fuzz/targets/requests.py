@@ -46,6 +46,8 @@ METHODS: list[tuple[str, type]] = [
     ("InferenceService/GetUsage", pb.GetUsageRequest),
     ("RouterService/InspectRouter", router_pb2.InspectRouterRequest),
     ("RouterService/FetchRecording", router_pb2.FetchRecordingRequest),
+    ("ChatService/Resume", chat_pb2.ChatServiceResumeRequest),
+    ("InferenceService/Release", pb.ReleaseRequest),
 ]
 KINDS = [kind for _, kind in METHODS]
 STREAMS = {"Generate", "Resume", "Chat", "FetchRecording"}
@@ -144,6 +146,8 @@ def seeds() -> list[bytes]:
         variables_json='{"a": 1}',
     )
     few = pb.StopConditions(max_tokens=4)
+    pinned = pb.WarmRequest(request=pb.GenerateRequest(text="hello" * 20, session_id="s"))
+    pinned.pin.FromSeconds(5)
     requests: list[Any] = [
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(40)), stop=few),
         pb.GenerateRequest(
@@ -172,9 +176,16 @@ def seeds() -> list[bytes]:
         ),
         pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=[72, 195, 169, 257]), keep_special_tokens=True),
         pb.WarmRequest(request=pb.GenerateRequest(text="hello", priority=1)),
+        pinned,
+        pb.ReleaseRequest(session_id="s"),
+        pb.ReleaseRequest(pin_id="0" * 32),
+        pb.ReleaseRequest(request=pb.GenerateRequest(text="hello" * 20)),
         pb.GetUsageRequest(tenant="t"),
         router_pb2.InspectRouterRequest(),
         router_pb2.FetchRecordingRequest(),
+        chat_pb2.ChatServiceResumeRequest(
+            token=b"\x01" + bytes(40), positions=[chat_pb2.ChatPosition(next_index=3, told=2, checksum=1)]
+        ),
     ]
     return [bytes([KINDS.index(type(made))]) + made.SerializeToString() for made in requests]
 

@@ -45,6 +45,8 @@ class NoSession:
     def __init__(self, key: WorkerKey) -> None:
         self.key, self.up, self.legs = key, True, 0
 
+    def retry_now(self) -> None: ...
+
     async def close(self) -> None: ...
 
 

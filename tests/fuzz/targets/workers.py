@@ -24,6 +24,7 @@ from twinpool.v1 import inference_pb2
 from twinpool.v1 import worker_pb2 as pb
 
 KINDS = [pb.SessionResponse]
+PROMPT = prompt(40)
 REQUEST = "r"
 BLOCKS = 64
 SETTINGS: dict[str, object] = {"quarantine_seconds": 0.01}
@@ -104,14 +105,14 @@ class World:
         assert isinstance(found, Hostile)
         return found
 
-    async def run(self, lines: list[list[pb.SessionResponse]], logprobs: bool) -> None:
+    async def run(self, lines: list[list[pb.SessionResponse]], fields: dict[str, Any]) -> None:
+        """``fields``: what the request asks for besides its prompt."""
         decode, prefill = self.hostile("d0"), self.hostile("p0")
         if lines[2]:
             await self._greet(decode, lines[2])
         decode.lines, prefill.lines = lines[0], lines[1]
         before = decode.told
-        fields: dict[str, Any] = {"logprobs": 1} if logprobs else {}
-        call = self.cluster.stub.Generate(generate(prompt(40), max_tokens=6, **fields))
+        call = self.cluster.stub.Generate(generate(PROMPT, max_tokens=6, **fields))
         reading = asyncio.ensure_future(collect(call))
         await until(lambda: decode.told > before or reading.done())
         await self._heard()
@@ -178,6 +179,10 @@ def check_event(event: inference_pb2.GenerateResponse) -> None:
     if event.WhichOneof("event") == "tokens":
         assert event.tokens.index == 0
         assert all(token < 258 for token in event.tokens.token_ids)
+    if event.WhichOneof("event") == "prompt_logprobs":
+        part = event.prompt_logprobs
+        told = [position.chosen.token_id for position in part.positions]
+        assert told == PROMPT[part.offset : part.offset + len(told)]
     if event.WhichOneof("event") == "finished":
         for choice in event.finished.choices:
             assert choice.reason in inference_pb2.FinishReason.values()
@@ -210,7 +215,10 @@ def run(data: bytes) -> None:
         lines[frame[1] % SIDES if len(frame) > 1 else 0].append(message)
     del lines[2][2:]  # each is a stream, and a wait before the next
     made = world()
-    made.loop.run_until_complete(made.run(lines, logprobs=len(data) % 3 == 0))
+    fields: dict[str, Any] = {"logprobs": 1} if len(data) % 3 == 0 else {}
+    if len(data) % 2 == 0:
+        fields["prompt_logprobs"] = 1
+    made.loop.run_until_complete(made.run(lines, fields))
 
 
 def mutate_line(data: bytes, source: Any) -> bytes:
@@ -254,11 +262,16 @@ def seeds() -> list[bytes]:
     welcome = pb.SessionResponse(
         welcome=pb.Welcome(worker=pb.WorkerId(name="d0", incarnation=7), role=pb.ROLE_DECODE)
     )
+    scored = pb.SessionResponse(prompt_scored=pb.PromptScored(id=attempt))
+    scored.prompt_scored.logprobs.offset = 1
+    scored.prompt_scored.logprobs.positions.extend([fake_logprobs(token, 1) for token in PROMPT[1:]])
     pulled = pb.SessionResponse()
     pulled.prefill_done.CopyFrom(done)
     pulled.prefill_done.fetched.CopyFrom(fetched)
     talks = [
         [(0, reserved), (1, prefilled), (0, handed), (0, step), (0, ended)],
+        [(0, reserved), (1, scored), (1, prefilled), (0, handed), (0, step), (0, ended)],
+        [(0, reserved), (0, scored), (1, prefilled), (0, handed), (0, step), (0, ended)],
         [(0, reserved), (0, reported), (1, pulled), (1, reported), (0, handed), (0, step), (0, step)],
         [(0, reserved), (0, prefilled), (0, handed), (0, step), (0, welcome)],
         [(0, handed), (0, step), (0, ended), (0, reserved), (1, prefilled)],

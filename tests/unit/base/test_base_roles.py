@@ -22,6 +22,8 @@ METHODS = {
     "WorkerService/Session": {"router"},
     "WorkerService/TakeOver": {"router"},
     "WorkerService/TakePrefixes": {"worker"},
+    "WorkerService/PinPrefix": {"router"},
+    "WorkerService/ReleasePrefix": {"router"},
     "WorkerService/Inspect": {"router", "control", "operator"},
     "WorkerService/Drain": {"router", "control", "operator"},
     "HandoffService/Connect": {"worker"},

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 import os
 import socket
 import ssl
@@ -11,11 +12,13 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.waiting import until
 from twinpool import rpc
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import ConfigError
 
 CONFIG = RpcConfig()
+WHO = "/twinpool.test.PeerService/Who"
 
 
 class Pki:
@@ -113,6 +116,73 @@ async def test_renewed_files_are_served_without_a_restart(pki: Pki, port: int) -
     pki.issue("two")
     assert served_name(port, pki) == "two"
     await check(port, pki.tls)
+
+
+class Peer(grpc.GenericRpcHandler):
+    """Tells a caller by which connection it came."""
+
+    def service(self, details: grpc.HandlerCallDetails):  # type: ignore[no-untyped-def]
+        async def call(request: bytes, context: grpc.aio.ServicerContext) -> bytes:  # type: ignore[type-arg]
+            return context.peer().encode()
+
+        return grpc.unary_unary_rpc_method_handler(call) if details.method == WHO else None
+
+
+async def test_renewals_under_load_fail_no_call_and_end_no_connection(pki: Pki) -> None:
+    server = rpc.Server(CONFIG, pki.tls)
+    server.raw.add_generic_rpc_handlers((Peer(),))
+    port = server.bind("127.0.0.1")
+    await server.start()
+    client = Pki(pki.directory.parent / "client", pki.ca)
+    peers: list[set[bytes]] = [set(), set()]
+    calls = [0, 0]
+    over = False
+
+    async def ask(channel: grpc.aio.Channel, kind: int) -> None:
+        peers[kind].add(await channel.unary_unary(WHO)(b"", timeout=60))
+        calls[kind] += 1
+
+    async def by_one_connection() -> None:
+        async with rpc.channel(f"127.0.0.1:{port}", CONFIG, client.tls) as channel:
+            while not over:
+                await ask(channel, 0)
+
+    async def each_by_another() -> None:
+        while not over:
+            async with rpc.channel(f"127.0.0.1:{port}", CONFIG, client.tls) as channel:
+                await ask(channel, 1)
+
+    load = [asyncio.create_task(each()) for each in (by_one_connection, each_by_another, each_by_another)]
+    for name in ("two", "three", "four"):
+        before = calls[:]
+        pki.issue(name)
+        assert await asyncio.to_thread(served_name, port, client) == name
+        await until(
+            lambda before=before: (  # type: ignore[misc]
+                all(now >= then + 10 for now, then in zip(calls, before, strict=True))
+                or any(task.done() for task in load)
+            )
+        )
+    over = True
+    await asyncio.gather(*load)
+    assert len(peers[0]) == 1, "a connection from before the first renewal goes on"
+    assert len(peers[1]) >= 30
+    await server.stop(0)
+
+
+async def test_a_renewed_ca_decides_of_new_connections(pki: Pki, port: int) -> None:
+    """A CA that is left out of the file is no longer trusted, by who connects from now on."""
+    client = Pki(pki.directory.parent / "client", pki.ca)
+    async with rpc.channel(f"127.0.0.1:{port}", CONFIG, client.tls) as before:
+        health = health_pb2_grpc.HealthStub(before)
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        trustme.CA().cert_pem.write_to_path(pki.tls.ca_file)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(port, client.tls)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+    pki.ca.cert_pem.write_to_path(pki.tls.ca_file)
+    await check(port, client.tls)
 
 
 async def test_a_half_written_renewal_keeps_the_old_pair(pki: Pki, port: int) -> None:

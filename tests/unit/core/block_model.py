@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 class ModelBlock:
     refs: int = 0
     pins: int = 0
+    prefix_pins: int = 0
     hash: bytes | None = None
     parent: int | None = None
     quarantined: bool = False
@@ -24,11 +25,20 @@ class ModelTransfer:
     finished: set[int] = field(default_factory=set)
 
 
+@dataclass
+class ModelPrefixPin:
+    tenant: str
+    blocks: list[int]
+    expires_at: float
+
+
 class BlockModel:
     def __init__(self, count: int) -> None:
         self.blocks = [ModelBlock() for _ in range(count)]
         self.transfers: dict[int, ModelTransfer] = {}
+        self.prefix_pins: dict[str, ModelPrefixPin] = {}
         self.ticks = 0
+        self.front = 0
 
     # --- views
 
@@ -50,6 +60,16 @@ class BlockModel:
 
     def cached(self) -> set[int]:
         return {index for index, block in enumerate(self.blocks) if block.hash is not None} - self.held()
+
+    def evictable(self) -> set[int]:
+        return {index for index in self.cached() if not self.blocks[index].prefix_pins}
+
+    def prefix_pinned(self, tenant: str | None = None) -> set[int]:
+        pins = self.prefix_pins.values()
+        return {index for pin in pins if tenant in (None, pin.tenant) for index in pin.blocks}
+
+    def children(self, index: int) -> set[int]:
+        return {other for other, block in enumerate(self.blocks) if block.parent == index}
 
     def free(self) -> set[int]:
         return set(range(len(self.blocks))) - self.held() - self.cached() - self.quarantined()
@@ -80,15 +100,36 @@ class BlockModel:
             self.blocks[index] = ModelBlock(refs=1, held=True, generation=self.blocks[index].generation)
 
     def oldest(self) -> int:
-        cached = self.cached()
-        leaves = {i for i in cached if not any(other.parent == i for other in self.blocks)}
+        leaves = {index for index in self.evictable() if not self.children(index)}
         return min(leaves, key=lambda index: self.blocks[index].idle_since)
 
     def evict_all(self) -> int:
+        for name in list(self.prefix_pins):
+            self.end_prefix_pin(name)
         cached = self.cached()
         for index in cached:
             self.blocks[index] = ModelBlock(generation=self.blocks[index].generation)
         return len(cached)
+
+    def end_prefix_pin(self, name: str) -> None:
+        for index in reversed(self.prefix_pins.pop(name).blocks):
+            block = self.blocks[index]
+            block.prefix_pins -= 1
+            if not block.prefix_pins and not self.needed(index):
+                self.ticks += 1
+                block.idle_since = self.ticks
+
+    def demote(self, indexes: list[int]) -> int:
+        """``indexes``: of blocks whose content is still the same."""
+        demoted: list[int] = []
+        for index in reversed(indexes):
+            fit = index in self.evictable() and index not in demoted
+            if fit and self.children(index) <= set(demoted):
+                demoted.append(index)
+        self.front -= len(demoted)
+        for place, index in enumerate(demoted):
+            self.blocks[index].idle_since = self.front + place
+        return len(demoted)
 
     def drop(self, indexes: list[int], *, pins: bool) -> None:
         for index in reversed(indexes):

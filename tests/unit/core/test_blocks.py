@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from block_model import BlockModel, ModelTransfer
+from block_model import BlockModel, ModelPrefixPin, ModelTransfer
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -36,6 +36,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.model = BlockModel(count)
         self.holders: list[tuple[list[int], list[int]]] = []  # tokens of the chain, blocks
         self.quarantine: list[list[int]] = []
+        self.gone: list[tuple[list[int], NDArray[np.uint64]]] = []
         self.stored: set[bytes] = set()
         self.parents: dict[bytes, bytes] = {}
         self.now = 0.0
@@ -56,7 +57,7 @@ class BlockMachine(RuleBasedStateMachine):
         before = self.generations.copy()
         fresh = self.manager.allocate(count)
         if fresh is None:
-            assert count > len(self.model.free()) + len(self.model.cached())
+            assert count > len(self.model.free()) + len(self.model.evictable())
             self.manager.release(ids(prefix))
             self.model.drop(prefix, pins=False)
             return
@@ -110,6 +111,7 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         _, blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.gone.append((blocks, self.generations[blocks]))
         self.manager.release(ids(blocks))
         self.model.drop(blocks, pins=False)
 
@@ -175,13 +177,93 @@ class BlockMachine(RuleBasedStateMachine):
         for _, name in over:
             self.model.drop(self.model.transfers.pop(name).blocks, pins=True)
 
+    # --- prefix pins
+
+    @rule(
+        tokens=CHAINS,
+        tenant=st.sampled_from("tu"),
+        lease=st.integers(1, 5),
+        max_pins=st.integers(1, 3),
+        max_blocks=st.integers(0, 6),
+        max_tenant_blocks=st.integers(0, 4),
+    )
+    def pin_prefix(
+        self,
+        tokens: list[int],
+        tenant: str,
+        lease: int,
+        max_pins: int,
+        max_blocks: int,
+        max_tenant_blocks: int,
+    ) -> None:
+        hashes, model = chain(tokens), self.model
+        blocks = model.prefix([row.tobytes() for row in hashes])
+        name = f"{tenant}{tokens}"
+        refusal, count, ends = self.manager.pin_prefix(
+            name,
+            tenant,
+            "",
+            hashes,
+            self.now + lease,
+            max_pins=max_pins,
+            max_blocks=max_blocks,
+            max_tenant_blocks=max_tenant_blocks,
+        )
+        known = model.prefix_pins.get(name)
+        if len(blocks) < len(tokens):
+            assert (refusal, count) == ("missing", len(blocks))
+        elif len(model.prefix_pinned(tenant) | set(blocks)) > max_tenant_blocks:
+            assert refusal == "tenant_blocks"
+        elif len(model.prefix_pinned() | set(blocks)) > max_blocks:
+            assert refusal == "blocks"
+        elif known is not None:
+            known.expires_at = max(known.expires_at, self.now + lease)
+            assert (refusal, count, ends) == ("", len(blocks), known.expires_at)
+        elif len(model.prefix_pins) >= max_pins:
+            assert refusal == "pins"
+        else:
+            assert (refusal, count, ends) == ("", len(blocks), self.now + lease)
+            model.prefix_pins[name] = ModelPrefixPin(tenant, blocks, self.now + lease)
+            for index in blocks:
+                model.blocks[index].prefix_pins += 1
+
+    @precondition(lambda self: self.model.prefix_pins)
+    @rule(data=st.data(), tenant=st.sampled_from("tu"))
+    def unpin_prefix(self, data: st.DataObject, tenant: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.prefix_pins)))
+        pin = self.model.prefix_pins[name]
+        count, blocks = self.manager.unpin_prefixes(tenant, pin=name)
+        assert count == (tenant == pin.tenant)
+        assert blocks.tolist() == (pin.blocks if count else [])
+        if count:
+            self.model.end_prefix_pin(name)
+
+    @rule(passed=st.integers(0, 3))
+    def expire_prefix_pins(self, passed: int) -> None:
+        self.now += passed
+        pins = self.model.prefix_pins
+        over = sorted((pin.expires_at, name) for name, pin in pins.items() if pin.expires_at <= self.now)
+        assert self.manager.expire_prefix_pins(self.now) == len(over)
+        for _, name in over:
+            self.model.end_prefix_pin(name)
+        assert self.manager.next_prefix_expiry() == min(
+            (pin.expires_at for pin in pins.values()), default=None
+        )
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def demote(self, data: st.DataObject) -> None:
+        blocks, generations = data.draw(st.sampled_from(self.gone))
+        same = [b for b, before in zip(blocks, generations, strict=True) if self.generations[b] == before]
+        assert self.manager.demote(ids(blocks), generations) == self.model.demote(same)
+
     # --- quarantine, cache, events
 
     @rule(count=st.integers(1, 3))
     def quarantine_fresh(self, count: int) -> None:
         fresh = self.manager.allocate(count)
         if fresh is None:
-            assert count > len(self.model.free()) + len(self.model.cached())
+            assert count > len(self.model.free()) + len(self.model.evictable())
             return
         self.model.took(fresh.tolist())
         self.manager.quarantine(fresh)
@@ -232,7 +314,11 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.manager.quarantined_blocks == len(model.quarantined())
         assert self.manager.pinned_blocks == sum(block.pins > 0 for block in model.blocks)
         assert self.manager.pinned_transfers() == len(model.transfers)
-        assert self.manager.available_blocks == free + cached
+        assert self.manager.available_blocks == free + len(model.evictable())
+        assert self.manager.prefix_pinned_blocks == len(model.prefix_pinned())
+        assert self.manager.prefix_pins == len(model.prefix_pins)
+        for pin in model.prefix_pins.values():
+            assert all(model.blocks[index].hash is not None for index in pin.blocks)
 
 
 BlockMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

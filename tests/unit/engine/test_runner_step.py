@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.runner import ModelRunner, PlanError, SequenceDraw
-from twinpool.engine.sampling import DrawParams
+from twinpool.engine.sampling import DrawParams, PromptScoring
 from twinpool.engine.step import PlanArrays, PlanLimits, check_plan
 
 VOCAB, BLOCK, BLOCKS = 40, 16, 8
@@ -150,6 +150,53 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(
     assert result.logprobs is not None
     assert result.logprobs[1] is None
     assert 1 not in result.siblings
+
+
+def scoring(tokens: int, count: int = 2) -> SequenceDraw:
+    """A draw whose prompt of so many tokens is to be scored."""
+    prompt = np.arange(tokens, dtype=np.int32) % VOCAB
+    own = PromptScoring(prompt, count)
+    return SequenceDraw(DrawParams(temperature=0.0, max_tokens=99, prompt_logprobs=count), scoring=own)
+
+
+def test_a_prompt_is_scored_chunk_by_chunk_beside_others(runner: ModelRunner, model: KnownLogits) -> None:
+    draws = [greedy(), scoring(12)]
+    first = runner.step(plan_of((1, 9), (4, 4), decodes=1, sample=[1, 0]), draws)
+    assert model.rows == [[0, 1, 2, 3, 4]], "the sampled row and the chunk's"
+    assert list(first.prompts) == [1]
+    part = first.prompts[1]
+    assert (part.first, part.token_ids.tolist()) == (1, [1, 2, 3, 4])
+    expected = torch.stack([model.row(7 * (row + 1) % VOCAB, row) for row in range(4)]).log_softmax(-1)
+    np.testing.assert_allclose(part.logprobs, expected[range(4), [1, 2, 3, 4]], atol=1e-5)
+    np.testing.assert_allclose(part.top_logprobs, expected.topk(2, dim=-1).values, atol=1e-5)
+    assert first.tokens[1] == 0
+    # It has lost its blocks: what was told is computed again and not told again.
+    again = runner.step(plan_of((1, 10), (6, 6), decodes=1, sample=[1, 0]), draws)
+    assert (again.prompts[1].first, again.prompts[1].token_ids.tolist()) == (5, [5, 6])
+    last = runner.step(plan_of((1, 11), (6, 12), decodes=1), draws)
+    assert (last.prompts[1].first, last.prompts[1].token_ids.tolist()) == (7, [7, 8, 9, 10, 11])
+    assert draws[1].position == 1
+    after = runner.step(plan_of((1, 12), (1, 13), decodes=2), draws)
+    assert not after.prompts
+
+
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(runner: ModelRunner, model: KnownLogits) -> None:
+    plan = plan_of((3, 3), (3, 3), sample=[1, 0])
+    for row, sampled in ((1, True), (4, False)):
+        model.poisoned = {int(plan.token_ids[row])}
+        draws = [scoring(3), scoring(9)]
+        result = runner.step(plan, draws)
+        bad, good = (0, 1) if sampled else (1, 0)
+        assert result.failed == (bad,)
+        assert list(result.prompts) == [good]
+        assert [draw.position for draw in draws] == [0 if sampled else 1, 0]
+        assert draws[bad].scoring is not None
+        assert draws[bad].scoring.next == 1
+
+
+def test_a_position_that_was_not_scored_may_not_be_passed(runner: ModelRunner) -> None:
+    with pytest.raises(PlanError, match="position 1 of a prompt was to be scored"):
+        runner.step(plan_of((4, 8), sample=[0]), [scoring(20)])
 
 
 def test_a_step_that_raises_changes_no_draw(runner: ModelRunner, model: KnownLogits) -> None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from twinpool.v1 import chat_pb2, inference_pb2
+from twinpool.v1.kserve import open_inference_pb2
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -18,6 +19,10 @@ def test_every_feature_names_tests_that_exist() -> None:
 
 
 def test_every_method_of_a_client_has_its_line() -> None:
-    for module, service in ((inference_pb2, "InferenceService"), (chat_pb2, "ChatService")):
+    for module, service in (
+        (inference_pb2, "InferenceService"),
+        (chat_pb2, "ChatService"),
+        (open_inference_pb2, "GRPCInferenceService"),
+    ):
         for method in module.DESCRIPTOR.services_by_name[service].methods_by_name:
             assert f"{method}`" in PAGE, method

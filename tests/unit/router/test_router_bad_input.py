@@ -83,6 +83,12 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str]] = {
     ),
     "n": (generate(n=17), INVALID, "INVALID_N", "n is 17; the limit is 1 to 16"),
     "logprobs": (generate(logprobs=21), INVALID, "INVALID_LOGPROBS", "logprobs is 21; the limit is 0 to 20"),
+    "prompt_logprobs": (
+        generate(prompt_logprobs=21),
+        INVALID,
+        "INVALID_LOGPROBS",
+        "prompt_logprobs is 21; the limit is 0 to 20",
+    ),
     "priority": (generate(priority=-101), INVALID, "INVALID_PRIORITY", "priority is -101"),
     "request id": (
         generate(request_id="no spaces"),

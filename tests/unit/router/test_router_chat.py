@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat over gRPC, from the conversation to its next turn, with workers that only pretend."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.byte_tokenizer import EOS, VOCAB_SIZE
-from tests.support.chat_world import WEATHER, chat_cluster, prompt_text, write_chat_model
+from tests.support.chat_world import chat_cluster, prompt_text, weather_chat, write_chat_model
 from tests.support.fake_cluster import FakeCluster
 from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import chat_pb2 as chat
@@ -26,19 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(change: Callable[[chat.ChatRequest], object] = lambda request: None) -> chat.ChatRequest:
-    function = WEATHER["function"]
-    assert isinstance(function, dict)
-    tool = pb.Tool(
-        name=function["name"],
-        description=function["description"],
-        parameters_json=json.dumps(function["parameters"]),
-    )
-    request = chat.ChatRequest(
-        request=pb.GenerateRequest(
-            chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Rain?")], tools=[tool])
-        )
-    )
-    request.request.stop.max_tokens = 300
+    request = weather_chat()
     change(request)
     return request
 
@@ -160,6 +147,26 @@ async def test_a_single_call_ends_the_turn(model: Path) -> None:
         await cluster.assert_quiescent()
 
 
+async def test_a_chat_is_admitted_once_and_made_in_one_hop_to_a_thread(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noting(name: str, work: Callable[..., object]) -> Callable[..., object]:
+        def note(*args: object, **options: object) -> object:
+            done.append(name)
+            return work(*args, **options)
+
+        return note
+
+    async with chat_cluster(model, CALL) as cluster:
+        threads, tenants = cluster.router.tokenize._threads, cluster.router.tenants
+        monkeypatch.setattr(threads, "submit", noting("hop", threads.submit))
+        monkeypatch.setattr(tenants, "admit", noting("admit", tenants.admit))
+        await turn(cluster, ask())
+        assert done == ["admit", "hop"]
+
+
 def both(request: chat.ChatRequest) -> None:
     request.tool_name = "weather"
     request.tool_choice = chat.TOOL_CHOICE_MODE_REQUIRED
@@ -172,6 +179,11 @@ def form_and_tools(request: chat.ChatRequest) -> None:
 def no_tools(request: chat.ChatRequest) -> None:
     request.request.chat.ClearField("tools")
     request.tool_choice = chat.TOOL_CHOICE_MODE_REQUIRED
+
+
+def no_schema(request: chat.ChatRequest) -> None:
+    request.request.chat.tools[0].parameters_json = "{"
+    request.tool_name = "weather"
 
 
 def bad_schema(request: chat.ChatRequest) -> None:
@@ -188,7 +200,9 @@ def bad_schema(request: chat.ChatRequest) -> None:
         (form_and_tools, "INVALID_TOOLS"),
         (no_tools, "INVALID_TOOLS"),
         (bad_schema, "INVALID_GRAMMAR"),
+        (no_schema, "INVALID_TOOLS"),
         (lambda request: setattr(request.request, "n", 99), "INVALID_N"),
+        (lambda request: request.positions.add(), "INVALID_RESUME"),
         (lambda request: setattr(request.request, "model", "other"), "MODEL_NOT_FOUND"),
     ],
 )

@@ -164,6 +164,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
         self.said: list[list[pb.GenerateResponse | grpc.StatusCode | None]] = []
         self.resumed: list[list[int]] = []
         self.keys: list[str] = []
+        self.repeated: list[bool] = []
         self.seeds: list[int] = []
 
     async def _say(self, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
@@ -179,6 +180,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.keys.append(request.idempotency_key)
+        self.repeated.append(request.repeated)
         self.seeds.append(request.sampling.seed)
         async for event in self._say(context):
             yield event
@@ -245,6 +247,7 @@ async def test_a_repeated_request_is_the_same_request() -> None:
         assert len(set(service.keys)) == 1
         assert service.keys[0]
         assert len(set(service.seeds)) == 1
+        assert service.repeated == [False, True], "workers are asked only for what may have run"
 
 
 async def test_a_server_that_is_silent_is_left() -> None:

@@ -90,6 +90,7 @@ def requests(draw: st.DrawFn) -> Prepared:
         ignore_eos=ignore_eos,
         n=draw(st.integers(1, 16)),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         priority=draw(st.integers(-100, 100)),
         preemptible=draw(st.booleans()),
         tenant=tenant,
@@ -98,6 +99,7 @@ def requests(draw: st.DrawFn) -> Prepared:
         tokenized=0.0,
         deadline=Deadline.after(draw(st.none() | st.floats(1, 100))),
         grammar=draw(st.sampled_from(["", "start: /a/"])),
+        session_id=draw(st.sampled_from(["", "s"])),
     )
 
 
@@ -110,6 +112,7 @@ EXPECTED: dict[str, Any] = (
         "stop.ignore_eos": lambda p: p.ignore_eos,
         "n": lambda p: p.n,
         "logprobs": lambda p: p.logprobs or 0,
+        "prompt_logprobs": lambda p: p.prompt_logprobs or 0,
         "priority": lambda p: p.priority,
         "preemptible": lambda p: p.preemptible,
         "tenant": lambda p: p.root,
@@ -118,6 +121,7 @@ EXPECTED: dict[str, Any] = (
         "resume_grace.seconds": lambda p: 0,
         "resume_grace.nanos": lambda p: 0,
         "idempotency_key": lambda p: b"",
+        "session_id": lambda p: p.session,
     }
     | {
         f"sampling.{field.name}": (lambda p, name=field.name: getattr(p.sampling, name))
@@ -172,6 +176,7 @@ def test_each_leg_gets_exactly_its_rows(prepared: Prepared) -> None:
     assert prefill.draw == decode.draw, "the first token is drawn by the rule of all others"
     assert prefill.prompt == decode.prompt
     assert prefill.draw.HasField("logprobs") == (prepared.logprobs is not None)
+    assert prefill.draw.HasField("prompt_logprobs") == (prepared.prompt_logprobs is not None)
     for field in inference.SamplingParams.DESCRIPTOR.fields:
         if field.message_type is None:
             assert prefill.draw.sampling.HasField(field.name)

@@ -172,7 +172,7 @@ async def test_log_probabilities(model: Path) -> None:
         assert listed.tokens is not None
         assert listed.tokens[-1] == "!"
         assert listed.token_logprobs == [-0.5] * 3
-        assert listed.text_offset == [0, 1, 2]
+        assert listed.text_offset == [0, 0, 1], "where the character begins that the token is part of"
 
 
 async def test_completions_of_several_prompts(model: Path) -> None:

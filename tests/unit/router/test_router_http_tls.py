@@ -10,13 +10,14 @@ import aiohttp
 import pytest
 import trustme
 
+from tests.support.waiting import until
 from tests.unit.base.test_base_tls import Pki
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import ConfigError
 from twinpool.router.call import Call
 from twinpool.router.openai.server import HttpServer
-from twinpool.router.openai.shapes import TokenBytes
-from twinpool.router.tenants import Caller
+from twinpool.rpc import Caller
+from twinpool.text import Tokenizer
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -37,8 +38,8 @@ class Callers:
         self.seen.append(caller)
         return []
 
-    def token_bytes(self, model: str) -> TokenBytes:
-        return lambda token_id: b""
+    def tokenizer(self, model: str) -> Tokenizer:
+        raise AssertionError("nobody asks for text here")
 
     def live(self) -> bool:
         return True
@@ -117,6 +118,45 @@ async def test_a_renewed_certificate_is_used_for_new_connections(
     pki.write(None, b"half")
     server.refresh_tls()
     assert await shown() == second, "a renewal that is half done changes nothing"
+
+
+async def test_renewals_under_load_fail_no_request_and_end_no_connection(
+    served: tuple[HttpServer, Callers, int], pki: Pki
+) -> None:
+    server, callers, port = served
+    base, over, counts = f"https://127.0.0.1:{port}", False, [0, 0]
+
+    async def ask(kind: int, keep: bool) -> None:
+        connector = aiohttp.TCPConnector(ssl=client(pki, "agents"), limit=1, force_close=not keep)
+        made = 0
+        trace = aiohttp.TraceConfig()
+
+        async def connected(*_: object) -> None:
+            nonlocal made
+            made += 1
+
+        trace.on_connection_create_end.append(connected)
+        async with aiohttp.ClientSession(base, connector=connector, trace_configs=[trace]) as session:
+            while not over:
+                async with session.get("/v1/models") as answer:
+                    assert answer.status == 200
+                counts[kind] += 1
+        assert (made == 1) is keep, "a connection from before the first renewal goes on"
+
+    load = [asyncio.create_task(ask(0, True)), asyncio.create_task(ask(1, False))]
+    for name in ("two", "three"):
+        before = counts[:]
+        pki.issue(name)
+        server.refresh_tls()
+        await until(
+            lambda before=before: (  # type: ignore[misc]
+                all(now >= then + 10 for now, then in zip(counts, before, strict=True))
+                or any(task.done() for task in load)
+            )
+        )
+    over = True
+    await asyncio.gather(*load)
+    assert len(callers.seen) == sum(counts)
 
 
 def test_files_that_do_not_fit_are_an_error_at_the_start(pki: Pki) -> None:

@@ -53,13 +53,16 @@ async def test_the_view_keeps_reports_and_reservations_apart(
         cluster.workers[name].script.prefill_gate = gate
     asked = asyncio.ensure_future(cluster.ask(generate(prompt(64))))
     await until(lambda: cluster.held())
-    cluster.workers["p1"].report(running_requests=7, waiting_prefill_tokens=4000, available_blocks=9)
+    cluster.workers["p1"].report(
+        running_requests=7, waiting_prefill_tokens=4000, available_blocks=9, prefix_pinned_blocks=3
+    )
     await until(lambda: cluster.router.fleet.reported(cluster.workers["p1"].key))
     view = await client.inspect()
     assert view.router == "router-test"
     assert [row.worker.name for row in view.workers] == ["d0", "p0", "p1"]
     d0, p0, p1 = view.workers
     assert sum(row.reserved.prefill_tokens for row in (p0, p1)) == 64
+    assert p1.reported.prefix_pinned_blocks == 3
     assert (p1.reported.running, p1.reported.queued_prefill_tokens, p1.reported.available_blocks) == (
         7,
         4000,

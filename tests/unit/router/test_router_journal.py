@@ -163,6 +163,34 @@ async def test_tokens_come_before_the_error_that_ended_the_answer(tokenizer: Tok
         await anext(events)
 
 
+def test_the_prompt_is_told_to_who_has_no_token(tokenizer: Tokenizer) -> None:
+    grown: list[int] = []
+    spec = JournalSpec(1, False, lambda: TextStream(tokenizer.detokenizer()), b"token", 1 << 20, 4)
+    journal = Journal(spec, grown.append)
+    parts = [
+        pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(offset=at, positions=[entry(65)] * count))
+        for at, count in ((1, 2), (3, 1))
+    ]
+    journal.put(pb.GenerateResponse(started=pb.GenerateStarted()))
+    journal.put(parts[0])
+    assert journal.whole, "the rest may come"
+    journal.put(parts[1])
+    journal.put(pb.GenerateResponse(tokens=pb.GenerateTokens(token_ids=[65], text="A")))
+    journal.put(pb.GenerateResponse(finished=pb.GenerateFinished()))
+    assert sum(grown) == journal.size_bytes > sum(part.ByteSize() for part in parts)
+    kinds = ["started", "prompt_logprobs", "prompt_logprobs", "tokens", "finished"]
+    for _ in range(2):
+        assert [event.WhichOneof("event") for event in asyncio.run(read(journal, []))] == kinds
+    assert [event.WhichOneof("event") for event in asyncio.run(read(journal, [1]))] == ["started", "finished"]
+    moved = Journal(spec)
+    moved.put(pb.GenerateResponse(started=pb.GenerateStarted()))
+    moved.put(pb.GenerateResponse(tokens=pb.GenerateTokens(token_ids=[65], text="A")))
+    assert not moved.whole
+    with pytest.raises(TwinpoolError, match="RESUME_LOST"):
+        moved.attach([0])
+    moved.attach([1])
+
+
 def test_log_probabilities_that_are_not_known_are_not_left_out(tokenizer: Tokenizer) -> None:
     journal = journal_of(lambda: TextStream(tokenizer.detokenizer()), logprobs=True)
     journal.put(pb.GenerateResponse(tokens=pb.GenerateTokens(token_ids=[65, 66], text="AB")))

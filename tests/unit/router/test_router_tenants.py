@@ -14,17 +14,17 @@ import pytest
 import yaml
 from openai import AsyncOpenAI
 
-from tests.support.chat_world import chat_cluster, write_chat_model
+from tests.support.chat_world import chat_cluster, weather_chat, write_chat_model
 from tests.support.fake_cluster import FakeCluster, collect, generate, prompt
 from tests.support.waiting import until
 from twinpool.client import Client, request
 from twinpool.cluster_client import ClusterClient
 from twinpool.errors import ConfigError, TwinpoolError
-from twinpool.router.tenants import Caller, Tenants, read_tenants
+from twinpool.router.tenants import Tenants, read_tenants
 from twinpool.router_client import RouterClient
-from twinpool.rpc import digest_of, new_key
+from twinpool.rpc import Caller, digest_of, new_key
+from twinpool.v1 import chat_pb2, chat_pb2_grpc, inference_pb2_grpc
 from twinpool.v1 import inference_pb2 as pb
-from twinpool.v1 import inference_pb2_grpc
 
 RED, BLUE = "tp-red-key", "tp-blue-key"
 
@@ -152,10 +152,33 @@ async def test_only_tenants_are_served_and_each_as_itself(model: Path, tmp_path:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        chats = chat_pb2_grpc.ChatServiceStub(cluster.channel)
+        for stream in (
+            cluster.stub.Resume(pb.ResumeRequest(token=b"x")),
+            chats.Resume(chat_pb2.ChatServiceResumeRequest(token=b"x")),
+            chats.Chat(weather_chat()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_chat_is_its_tenant_s_own(model: Path, tmp_path: Path) -> None:
+    async with guarded(model, tmp_path, red(), blue()) as cluster:
+        asked = weather_chat()
+        asked.request.idempotency_key = "k"
+        chats = chat_pb2_grpc.ChatServiceStub(cluster.channel)
+        events = [event async for event in chats.Chat(asked, metadata=[("x-api-key", RED)])]
+        again = chat_pb2.ChatServiceResumeRequest(token=events[0].started.resume_token)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in cluster.stub.Resume(pb.ResumeRequest(token=b"x")):
+            async for _ in chats.Resume(again, metadata=[("x-api-key", BLUE)]):
                 pass
-        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        rest = [event.response async for event in chats.Resume(again, metadata=[("x-api-key", RED)])]
+        assert "".join(event.delta.content for event in rest) == "abc"
+        others = [event async for event in chats.Chat(asked, metadata=[("x-api-key", BLUE)])]
+        assert others[0].started.request_id != events[0].started.request_id, "keys are a tenant's own"
 
 
 async def test_our_own_clients_show_a_key(model: Path, tmp_path: Path) -> None:

@@ -96,13 +96,11 @@ def test_a_turn_that_must_call_begins_with_the_call(kind: str, name: str) -> Non
 
 def test_a_turn_of_a_single_call_ends_with_it() -> None:
     turn = Turn(1, find_format("hermes"), None, single_call=True)
-    assert turn.stop_strings == ("</tool_call>",)
     ended = finished(pb.FINISH_REASON_STOP, stop="</tool_call>")
     responses = told(turn, [tokens(CALL.removesuffix("</tool_call>")), ended])
     assert responses[-1].finished.choices[0] == pb.ChoiceFinish(reason=pb.FINISH_REASON_TOOL_CALLS)
     # A format without an end of its own: what comes later is not told.
     turn = Turn(1, find_format("llama3_json"), None, single_call=True)
-    assert turn.stop_strings == ()
     (delta,) = deltas(turn.responses(tokens('{"name": "a"};{"name": "b"}')))
     assert [call.name for call in delta.tool_calls] == ["a"]
 

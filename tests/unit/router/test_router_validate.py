@@ -115,6 +115,12 @@ BAD: list[tuple[str, str, Callable[[pb.GenerateRequest], object], list[str]]] = 
     ("n", "INVALID_N", lambda r: setattr(r, "n", 17), ["n is 17", "1 to 16"]),
     ("logprobs", "INVALID_LOGPROBS", lambda r: setattr(r, "logprobs", 21), ["logprobs is 21", "0 to 20"]),
     (
+        "prompt_logprobs",
+        "INVALID_LOGPROBS",
+        lambda r: setattr(r, "prompt_logprobs", 21),
+        ["prompt_logprobs is 21", "0 to 20"],
+    ),
+    (
         "priority",
         "INVALID_PRIORITY",
         lambda r: setattr(r, "priority", 101),
@@ -209,6 +215,18 @@ def test_lengths_at_the_limit() -> None:
             LIMITS,
             GROUP,
         )
+
+
+def test_a_scored_prompt_has_a_limit_of_its_own() -> None:
+    limits = LIMITS.model_copy(update={"max_scored_prompt_tokens": 20})
+    scored = params(lambda r: setattr(r, "prompt_logprobs", 0))
+    assert scored.prompt_logprobs == 0
+    assert check_length(20, scored, "text", limits, GROUP) == 100
+    assert check_length(21, params(), "text", limits, GROUP) == 100
+    with pytest.raises(TwinpoolError, match="a prompt of 21 tokens; the limit is 20") as caught:
+        check_length(21, scored, "text", limits, GROUP)
+    assert (caught.value.reason, caught.value.metadata["limit"]) == ("PROMPT_TOO_LONG", "20")
+    assert "prompt_logprobs" in caught.value.message
 
 
 def test_what_no_pool_holds_is_refused_at_once() -> None:

@@ -121,6 +121,7 @@ def _token(value: int) -> Callable[[pb.PrefillCommand], object]:
         (lambda c: c.ClearField("reader"), "reader"),
         (lambda c: setattr(c.reader, "name", "No Name"), "reader"),
         (lambda c: setattr(c, "reader_cached_blocks", 3), "reader_cached_blocks 3 exceeds"),
+        (lambda c: setattr(c, "session", b"short"), "session has 5 bytes"),
     ],
 )
 def test_refusals_name_what_is_wrong(change: Callable[[pb.PrefillCommand], object], named: str) -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from twinpool.errors import TwinpoolError
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.control_pb2 import WORKER_STATE_DRAINING, WORKER_STATE_READY, WorkerRecord
+from twinpool.worker.chains import CHAINS_MAX, chain_message, parse_chains
 from twinpool.worker.commands import Limits
 from twinpool.worker.heat import Chain, PromptHeat, hottest
 from twinpool.worker.prefix_offer import TAKERS_MAX, share_out, takers
-from twinpool.worker.prefix_take import CHAINS_MAX, chain_message, parse_chains
 
 ROOT = bytes(16)
 LIMITS = Limits(block_tokens=16, num_blocks=8, max_context_tokens=1024, max_num_seqs=4, vocab_size=100)

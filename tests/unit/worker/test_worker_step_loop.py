@@ -38,6 +38,7 @@ class FakeCore:
         self.running = self.waiting = self.reserved = self.waiting_tokens = 0
         self.available_blocks = self.num_blocks = 8
         self.cached_blocks = 0
+        self.prefix_pinned_blocks = 0
 
     def plan(self, now: float) -> FakePlan:
         if self.plan_error is not None:

@@ -141,6 +141,7 @@ class Pair:
         lease_seconds: float = 30.0,
         read_deadline_seconds: float = 5.0,
         fetch_deadline_seconds: float = 3.0,
+        sessions: dict[str, object] | None = None,
     ) -> None:
         self.clock = Clock()
         self.fabric = Fabric()
@@ -154,6 +155,7 @@ class Pair:
                     "fetch_deadline_seconds": fetch_deadline_seconds,
                     "digest": "always",
                 },
+                "sessions": sessions or {},
             }
         )
         self.links: list[Link] = []

@@ -28,6 +28,7 @@ def decode_command(
     *,
     prefix: pb.PrefixSource | None = None,
     preemptible: bool | None = None,
+    session: bytes = b"",
     local: bool = False,
     **spec: object,
 ) -> pb.SessionRequest:
@@ -40,6 +41,7 @@ def decode_command(
         owner_endpoint="" if local else "127.0.0.1:1",
         prefix=prefix,
         preemptible=preemptible,
+        session=session,
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(decode=command)
@@ -54,6 +56,7 @@ def prefill_command(
     *,
     prefix: pb.PrefixSource | None = None,
     preemptible: bool | None = None,
+    session: bytes = b"",
     **spec: object,
 ) -> pb.SessionRequest:
     command = pb.PrefillCommand(
@@ -64,6 +67,7 @@ def prefill_command(
         reader_cached_blocks=cached,
         prefix=prefix,
         preemptible=preemptible,
+        session=session,
     )
     set_deadline(command, deadline)
     return pb.SessionRequest(prefill=command)

@@ -75,10 +75,11 @@ class Source:
             found = [(at, marker) for marker in markers if (at := self.text.find(marker, self.at)) >= 0]
             if found:
                 at, marker = min(found)
+                if at - self.at > most:
+                    # As where the marker has not come yet: what is given back must not depend on the cut.
+                    raise MalformedError
                 text = self.text[self.at : at]
                 self.at = at + len(marker)
-                if len(text) > most:
-                    raise MalformedError
                 return text, marker
             if self.ended or len(self.left) > most + max(map(len, markers)):
                 raise MalformedError

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router behind the HTTP server."""
+"""The router behind the front ends that speak protocols of others."""
 
 from twinpool.router.call import Call
 from twinpool.router.chat.service import ChatService
 from twinpool.router.models import ModelTable
-from twinpool.router.openai.shapes import TokenBytes
 from twinpool.router.service import InferenceService
-from twinpool.router.tenants import Caller
+from twinpool.rpc import Caller
+from twinpool.text import Tokenizer
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
 
 class RouterBackend:
-    """Implements ``server.Backend``."""
+    """Implements ``openai.server.Backend`` and ``kserve.service.Backend``."""
 
     def __init__(self, inference: InferenceService, chats: ChatService, models: ModelTable) -> None:
         self._inference = inference
@@ -28,8 +28,8 @@ class RouterBackend:
     def models(self, caller: Caller) -> list[pb.Model]:
         return self._inference.models_of(caller)
 
-    def token_bytes(self, model: str) -> TokenBytes:
-        return self._models.resolve(model).tokenizer.token_bytes
+    def tokenizer(self, model: str) -> Tokenizer:
+        return self._models.resolve(model).tokenizer
 
     def live(self) -> bool:
         # That it answers shows that the event loop turns, which is all that a router does.
