@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install demo test test-all check chaos ctest ctest-sanitize fuzz proto bench clean help
+.PHONY: install demo test test-all check chart chaos ctest ctest-sanitize fuzz proto bench clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -23,14 +23,14 @@ demo: $(STAMP) ## Start a cluster, ask it three questions, stop it
 	$(BIN)/twinpool demo
 
 test: $(STAMP) ctest ## All tests of the fast tiers
-	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/scenario
+	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/scenario tests/chart
 	$(PY) -m pytest -m "not slow and not gpu" tests/integration tests/faults/test_soak.py \
 	  tests/faults/test_store_away.py::test_away_for_less_than_a_lease \
 	  tests/faults/test_store_away.py::test_restarted_with_and_without_what_it_held \
 	  tests/faults/test_chaos.py
 
 test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow ones included
-	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario tests/chart
 	$(PY) -m pytest -m "not gpu" tests/integration tests/faults tests/compat
 
 ctest: ## C++ tests
@@ -43,6 +43,10 @@ ctest-sanitize: ## C++ tests under ASan+UBSan and under TSan
 	  cmake -S . -B build/ctest-$$s -DTWINPOOL_TESTS=ON -DTWINPOOL_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
 	  cmake --build build/ctest-$$s -j 2 >/dev/null && \
 	  ctest --test-dir build/ctest-$$s --output-on-failure -j 2 --quiet || exit 1; done
+
+chart: $(STAMP) ## Write the Helm chart's schema and README, and test it
+	$(PY) -m scripts.chart
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile tests/chart
 
 chaos: $(STAMP) ## A whole cluster while everything dies: SEED= repeats a plan, SECONDS=600
 	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),600)

@@ -13,6 +13,7 @@ command -v cmake >/dev/null || missing+=(cmake)
 [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
 [ -e /usr/include/zstd.h ] || missing+=(libzstd-dev)
 command -v etcd >/dev/null || missing+=(etcd-server)
+command -v etcdctl >/dev/null || missing+=(etcd-client)
 if [ ${#missing[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "Installing Debian packages: ${missing[*]}"
@@ -20,8 +21,8 @@ if [ ${#missing[@]} -gt 0 ]; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
   else
     say "Missing system packages: sudo apt-get install ${missing[*]}"
-    # etcd-server alone is optional: the embedded store takes its place.
-    [ "${missing[*]}" = etcd-server ] || exit 1
+    # etcd alone is optional: the embedded store takes its place.
+    [[ " ${missing[*]} " =~ ^(\ etcd-(server|client))+\ $ ]] || exit 1
   fi
 fi
 

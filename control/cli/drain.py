@@ -9,7 +9,6 @@ from typing import Annotated
 import grpc
 import typer
 
-from twinpool.config import RpcConfig
 from twinpool.control.cli.output import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -20,9 +19,14 @@ from twinpool.control.cli.output import (
     err,
     fail,
 )
-from twinpool.control.cli.target import ClusterOption, ControlOption, control_endpoint, run_command
+from twinpool.control.cli.target import (
+    ClusterOption,
+    ControlOption,
+    control_channel,
+    control_endpoint,
+    run_command,
+)
 from twinpool.errors import TwinpoolError, from_rpc_error
-from twinpool.rpc import channel
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
 
@@ -83,7 +87,7 @@ def operations(
     """List drains and restarts, the newest first."""
 
     async def ask() -> list[pb.Operation]:
-        async with channel(control_endpoint(cluster, control), RpcConfig()) as connection:
+        async with control_channel(control_endpoint(cluster, control)) as connection:
             stub = control_pb2_grpc.ControlServiceStub(connection)
             try:
                 answer = await stub.ListOperations(pb.ListOperationsRequest(), timeout=CALL_SECONDS)
@@ -145,7 +149,7 @@ def _operate(
 async def _run(
     endpoint: str, kind: "pb.OperationKind.ValueType", worker: str, wait: bool, timeout: float | None
 ) -> pb.Operation:
-    async with channel(endpoint, RpcConfig()) as connection:
+    async with control_channel(endpoint) as connection:
         stub = control_pb2_grpc.ControlServiceStub(connection)
         try:
             if kind == pb.OPERATION_KIND_DRAIN:

@@ -5,19 +5,18 @@ import grpc
 import typer
 
 from twinpool.client import Client
-from twinpool.config import RpcConfig
 from twinpool.control.cli import drain, prefixes
 from twinpool.control.cli.output import Format, FormatOption, emit_rows
 from twinpool.control.cli.target import (
     ClusterOption,
     ControlOption,
     EndpointOption,
+    control_channel,
     control_endpoint,
     router_endpoint,
     run_command,
 )
 from twinpool.errors import from_rpc_error
-from twinpool.rpc import channel
 from twinpool.v1 import control_pb2, control_pb2_grpc, worker_pb2
 
 app = typer.Typer(help="List what the cluster has.", no_args_is_help=True)
@@ -72,7 +71,7 @@ def models(
 
 
 async def _workers(endpoint: str) -> list[control_pb2.WorkerRecord]:
-    async with channel(endpoint, RpcConfig()) as connection:
+    async with control_channel(endpoint) as connection:
         stub = control_pb2_grpc.ControlServiceStub(connection)
         try:
             return list((await stub.ListWorkers(control_pb2.ListWorkersRequest(), timeout=10)).workers)

@@ -14,6 +14,7 @@ from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
 from twinpool.control.cli.drain import drain, restart
 from twinpool.control.cli.generate import chat, generate
+from twinpool.control.cli.health import health
 from twinpool.control.cli.kernels import kernels_command
 from twinpool.control.cli.key import key_command
 from twinpool.control.cli.replay import replay_command
@@ -43,6 +44,7 @@ app.add_typer(core.app, name="core")
 app.command(name="replay")(replay_command)
 app.command(name="simulate")(simulate_command)
 app.command()(doctor)
+app.command()(health)
 app.command(name="key")(key_command)
 app.command(name="kernels")(kernels_command)
 

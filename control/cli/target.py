@@ -6,11 +6,14 @@ import os
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
+import grpc.aio
 import typer
 
 from twinpool.control import state
+from twinpool.control.cli.config import read_config
 from twinpool.control.cli.output import EXIT_FAILED, EXIT_UNAVAILABLE, EXIT_USAGE, fail
 from twinpool.errors import TwinpoolError
+from twinpool.rpc import channel
 
 T = TypeVar("T")
 
@@ -60,6 +63,12 @@ def router_endpoints(cluster: str, endpoint: str) -> list[str]:
 def control_endpoint(cluster: str, endpoint: str) -> str:
     """Where to send an operator's calls."""
     return endpoint or local_state(cluster).control_endpoint
+
+
+def control_channel(endpoint: str) -> grpc.aio.Channel:
+    """A channel to the control process, with the certificate of TWINPOOL_CONFIG or the environment if there is one."""
+    config = read_config()
+    return channel(endpoint, config.rpc, config.tls, role="control")
 
 
 def api_key() -> str:

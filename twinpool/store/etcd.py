@@ -107,6 +107,8 @@ class EtcdStore:
         self._user, self._password = user, password
         self._closed = threading.Event()
         self._auth_lock = threading.Lock()
+        # The token of a call that timed out.
+        self._doubted: Any = None
         secured = {}
         if ca_file:
             for key, path in (
@@ -284,12 +286,18 @@ class EtcdStore:
             metrics.STORE_CALLS.labels(operation).observe(time.monotonic() - started)
 
     def _authenticated(self, call: Callable[[Any], T]) -> T:
-        """Logs in before the first call, and once more when the token has expired."""
+        """Logs in before the first call, once more when the token has expired, and before the next call after a timeout."""
         if not self._user:
             return call(self._client)
         token = self._client.metadata or self._login(None)
+        if token is self._doubted:
+            token = self._login(token)
         try:
             return call(self._client)
+        except ConnectionTimeoutError:
+            # An etcd that was restored or wiped lets a call wait until it has reached the revision of the call's token.
+            self._doubted = token
+            raise
         except grpc.RpcError as error:
             if _code(error) is not grpc.StatusCode.UNAUTHENTICATED:
                 raise

@@ -1,0 +1,70 @@
+{{/* Names, labels and selectors. Selectors hold the release, the part and the model's key: no label that a user gives. */}}
+
+{{- define "twinpool.fullname" -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
+{{- $full := .Values.fullnameOverride | default (eq .Release.Name $name | ternary $name (printf "%s-%s" .Release.Name $name)) -}}
+{{- /* 26: with the model's key (16), the role and the suffixes of StatefulSets and pods, names stay below 63. */ -}}
+{{- if or (gt (len $full) 26) (contains "." $full) -}}
+{{- printf "%s-%s" ($full | replace "." "-" | trunc 17 | trimSuffix "-") ($full | sha256sum | trunc 8) -}}
+{{- else -}}
+{{- $full -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "twinpool.clusterName" -}}
+{{- $name := .Values.clusterName | default (printf "%s-%s" .Release.Namespace (include "twinpool.fullname" .)) -}}
+{{- if gt (len $name) 63 -}}{{- printf "%s-%s" ($name | trunc 54 | trimSuffix "-") ($name | sha256sum | trunc 8) -}}{{- else -}}{{- $name -}}{{- end -}}
+{{- end -}}
+
+{{- define "twinpool.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (.Values.serviceAccount.create | ternary (include "twinpool.fullname" .) "default") -}}
+{{- end -}}
+
+{{- define "twinpool.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}{{ printf "%s@%s" .repository .digest }}{{- else -}}{{ printf "%s:%s" .repository (.tag | default $.Chart.AppVersion) }}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "twinpool.etcdImage" -}}
+{{- with .Values.etcd.image -}}
+{{- if .repository -}}{{ printf "%s:%s" .repository (.tag | default "latest") }}{{- else -}}{{ include "twinpool.image" $ }}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* All pods of the release. */}}
+{{- define "twinpool.releaseSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Takes root, component and, for workers, key: the model. */}}
+{{- define "twinpool.selector" -}}
+{{ include "twinpool.releaseSelector" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .key }}
+twinpool.dev/model: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "twinpool.labels" -}}
+{{- $own := include "twinpool.selector" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "twinpool" -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version) -}}
+{{- merge $own (deepCopy .root.Values.commonLabels) | toYaml -}}
+{{- end -}}
+
+{{/* Takes what labels takes, and labels. What the selector matches can't be taken away. */}}
+{{- define "twinpool.podLabels" -}}
+{{- merge (include "twinpool.selector" . | fromYaml) (dict "app.kubernetes.io/version" .root.Chart.AppVersion) (deepCopy .labels) (deepCopy .root.Values.commonLabels) | toYaml -}}
+{{- end -}}
+
+{{- define "twinpool.workerName" -}}
+{{- printf "%s-%s-%s" (include "twinpool.fullname" .root) .key .component -}}
+{{- end -}}
+
+{{- define "twinpool.priorityClass" -}}
+{{- printf "%s-%s-%s" .root.Release.Namespace (include "twinpool.fullname" .root) .kind -}}
+{{- end -}}

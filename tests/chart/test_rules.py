@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts and scaling ask for metrics that exist, with labels that they have, in PromQL."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import prometheus_client
+import promql_parser
+import pytest
+
+from tests.support.chart import EVERYTHING, Doc, Helm, merged, named, nested
+from twinpool import metrics
+
+pytestmark = pytest.mark.chart
+
+SCRAPED = {"namespace", "service", "pod"}
+"""Labels that Prometheus adds."""
+SCALED = {
+    "router": ("Deployment", "rel-twinpool-router"),
+    "prefill": ("StatefulSet", "rel-twinpool-tiny-prefill"),
+    "decode": ("StatefulSet", "rel-twinpool-tiny-decode"),
+}
+
+
+def known() -> dict[str, set[str]]:
+    """Labels of each series of the product, by name."""
+    found: dict[str, set[str]] = {"up": set()}
+    for metric in vars(metrics).values():
+        if not isinstance(metric, prometheus_client.metrics.MetricWrapperBase):
+            continue
+        labels = set(metric._labelnames)
+        endings = {
+            prometheus_client.Counter: ("_total",),
+            prometheus_client.Gauge: ("",),
+            prometheus_client.Histogram: ("_bucket", "_sum", "_count"),
+            prometheus_client.Info: ("_info",),
+        }[type(metric)]
+        for ending in endings:
+            found[metric._name + ending] = labels | ({"le"} if ending == "_bucket" else set())
+    return found
+
+
+KNOWN = known()
+
+
+def selectors(node: Any) -> Iterator[Any]:
+    """All selections of series in an expression."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+        return
+    for name in ("expr", "lhs", "rhs", "args", "vector_selector", "param"):
+        child = getattr(node, name, None)
+        for part in child if isinstance(child, list) else [child]:
+            if part is not None and part is not node:
+                yield from selectors(part)
+
+
+def groups(node: Any) -> Iterator[str]:
+    """All labels that an expression groups by."""
+    if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+        yield from node.modifier.labels
+    for name in ("expr", "lhs", "rhs", "args"):
+        child = getattr(node, name, None)
+        for part in child if isinstance(child, list) else [child]:
+            if part is not None and part is not node:
+                yield from groups(part)
+
+
+def check(expression: str) -> None:
+    parsed = promql_parser.parse(expression)
+    found = list(selectors(parsed))
+    assert found, expression
+    labels: set[str] = set(SCRAPED)
+    for selector in found:
+        assert selector.name in KNOWN, f"{selector.name} in {expression}"
+        asked = {matcher.name for matcher in selector.matchers.matchers}
+        assert asked <= KNOWN[selector.name] | SCRAPED, expression
+        # Else it would be about every Twinpool that Prometheus knows.
+        assert "namespace" in asked, expression
+        labels |= KNOWN[selector.name]
+    assert set(groups(parsed)) <= labels, expression
+
+
+def alerts(docs: list[Doc]) -> list[Doc]:
+    return [
+        rule for doc in docs if doc["kind"] == "PrometheusRule" for group in doc["spec"]["groups"] for rule in group["rules"]
+    ]  # fmt: skip
+
+
+def test_every_alert_is_about_series_that_exist(everything: list[Doc]) -> None:
+    rules = alerts(everything)
+    assert len(rules) >= 10
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        check(rule["expr"])
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        # What a summary shows is in what the expression gives.
+        shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        given = set(groups(promql_parser.parse(rule["expr"])))
+        assert shown <= (given or KNOWN[next(selectors(promql_parser.parse(rule["expr"]))).name] | SCRAPED)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        'rate(twinpool_router_rejections_total{namespace="n"}[5m)',
+        'twinpool_router_nosuch{namespace="n"} > 1',
+        'twinpool_router_rejections{namespace="n"} > 1',
+        'twinpool_router_breakers{namespace="n",cause="open"} > 1',
+        "twinpool_router_breakers > 1",
+        'sum by (reason) (twinpool_router_queue_tokens{namespace="n"})',
+    ],
+)
+def test_a_wrong_expression_would_be_seen(expression: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check(expression)
+
+
+def test_dashboards_show_series_that_exist(everything: list[Doc]) -> None:
+    """Each panel's expressions, with a value for what Grafana fills in."""
+    files = named(everything, "ConfigMap", "rel-twinpool-dashboards")["data"]
+    shown = [
+        target["expr"].replace("$__rate_interval", "5m")
+        for text in files.values()
+        for panel in json.loads(text)["panels"]
+        for target in panel["targets"]
+    ]
+    assert len(shown) >= 20
+    for expression in shown:
+        check(expression)
+
+
+def test_alerts_of_two_releases_are_about_their_own(helm: Helm, everything: list[Doc]) -> None:
+    other = helm.docs(EVERYTHING, release="other")
+    assert not {rule["expr"] for rule in alerts(everything)} & {rule["expr"] for rule in alerts(other)}
+
+
+def test_prometheus_finds_the_services_with_metrics(everything: list[Doc]) -> None:
+    monitor = named(everything, "ServiceMonitor", "rel-twinpool")["spec"]
+    wanted = monitor["selector"]["matchLabels"].items()
+    (endpoint,) = monitor["endpoints"]
+    found = [
+        doc for doc in everything if doc["kind"] == "Service" and wanted <= doc["metadata"]["labels"].items()
+    ]
+    parts = {doc["metadata"]["labels"]["app.kubernetes.io/component"] for doc in found}
+    assert parts == {"router", "prefill", "decode", "etcd"}
+    for doc in found:
+        assert endpoint["port"] in {port["name"] for port in doc["spec"]["ports"]}
+        # Each pod by itself, not one behind a balancer.
+        assert doc["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+def test_pools_scale_by_metrics_that_exist(helm: Helm, kind: str) -> None:
+    on = {f"{role}.autoscaling": {"enabled": True, "type": kind} for role in SCALED}
+    docs = helm.docs(merged(EVERYTHING, nested(on)))
+    for workload, name in SCALED.values():
+        # A number of replicas would undo at each upgrade what was scaled.
+        assert "replicas" not in named(docs, workload, name)["spec"]
+        if kind == "hpa":
+            spec = named(docs, "HorizontalPodAutoscaler", name)["spec"]
+            assert spec["metrics"][0]["pods"]["metric"]["name"] in KNOWN
+            target = spec["scaleTargetRef"]
+        else:
+            spec = named(docs, "ScaledObject", name)["spec"]
+            check(spec["triggers"][0]["metadata"]["query"])
+            target = spec["scaleTargetRef"]
+        assert (target["kind"], target["name"]) == (workload, name)
+
+
+def test_nothing_scales_by_default(everything: list[Doc]) -> None:
+    assert not {"HorizontalPodAutoscaler", "ScaledObject"} & {doc["kind"] for doc in everything}
