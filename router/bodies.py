@@ -16,6 +16,8 @@ Uint32 = Annotated[StrictInt, Field(ge=0, le=(1 << 32) - 1)]
 
 # Violations that say no more than that a key is not known.
 _UNKNOWN: Final = {"extra_forbidden", "none_required"}
+_MAX_NAME_CHARS: Final = 64
+"""Longest name of a caller that an error repeats."""
 # Names of types stand for the alternatives of a field; those of models are capitalised.
 _TYPES: Final = {"bool", "float", "int", "none", "str"}
 
@@ -98,6 +100,8 @@ def _path(location: tuple[int | str, ...], given: Mapping[str, str]) -> str:
     for part in location[1:] if path else location:
         if isinstance(part, int):
             path += f"[{part}]"
+        elif len(part) > _MAX_NAME_CHARS:
+            path += f".{part[:_MAX_NAME_CHARS]}…"
         elif part.isidentifier() and not part[0].isupper() and part not in _TYPES:
             path += f".{part}" if path else part
     return path or "the body"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from twinpool.router.kserve.tensors import Output, write
-from twinpool.text import Tokenizer, UnknownTokenError
+from twinpool.text import Tokenizer
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1.kserve import open_inference_pb2 as kserve
 
@@ -38,7 +38,6 @@ PADDING: Final = -1
 """Fills the rows of ``output_ids`` up to the longest one."""
 _FINISH: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
-TokenBytes = Callable[[int], bytes]
 """The bytes that a token adds to the text."""
 
 
@@ -169,15 +168,7 @@ class Answer:
         return {
             str(token.token_id): {
                 "logprob": token.logprob,
-                "decoded_token": _text(token_bytes, token.token_id),
+                "decoded_token": token_bytes(token.token_id).decode(errors="replace"),
             }
             for token in (position.chosen, *position.top)
         }
-
-
-def _text(token_bytes: TokenBytes, token_id: int) -> str:
-    """What a token adds to the text. A model may rate ids that its tokenizer does not have: nothing."""
-    try:
-        return token_bytes(token_id).decode(errors="replace")
-    except UnknownTokenError:
-        return ""

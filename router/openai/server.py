@@ -129,7 +129,7 @@ class HttpServer:
         _set_key(request, asked.request)
         n = asked.request.n
         logprobs = asked.request.HasField("logprobs")
-        shape = ChatShape(self._backend.tokenizer(body.model).token_bytes, logprobs=logprobs)
+        shape = ChatShape(self._tokenizer(request, body.model).token_bytes, logprobs=logprobs)
         if not body.stream:
 
             async def gather(event: chat.ChatResponse) -> None:
@@ -155,7 +155,7 @@ class HttpServer:
         shape = TextShape(
             [_echoed(one) if body.echo else "" for one in asked],
             asked[0].n,
-            self._backend.tokenizer(body.model),
+            self._tokenizer(request, body.model),
             logprobs=body.logprobs is not None,
             echo_only=body.echo_only,
             max_scored_tokens=self._config.max_scored_prompt_tokens,
@@ -175,6 +175,11 @@ class HttpServer:
             return await out.run(_all(one, len(asked)), shape.usage_chunk if body.wants_usage else None)
         await _all(one, len(asked))
         return _json(shape.whole())
+
+    def _tokenizer(self, request: web.Request, model: str) -> Tokenizer:
+        """Of a model. Who is no tenant, where there are tenants, is told nothing of the models."""
+        self._backend.models(_caller(request))
+        return self._backend.tokenizer(model)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request, ResponseRequest)

@@ -21,11 +21,8 @@ class _Tokens:
         self._at = begin
 
     def text(self, token_id: int) -> str:
-        """A token by itself; "" for one that the tokenizer does not know, which a model with room for more of them may have."""
-        try:
-            return self._tokenizer.token_bytes(token_id).decode(errors="replace")
-        except UnknownTokenError:
-            return ""
+        """A token by itself."""
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def offset(self, token_id: int) -> int:
         """Where the next token begins in the text; for one inside a character, where that does."""

@@ -18,7 +18,7 @@ from twinpool.text.boundaries import Boundaries
 from twinpool.text.chat_style import ChatStyle
 from twinpool.text.chat_template import Message
 from twinpool.text.detokenizer import Detokenizer, DetokenizerFactory
-from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
+from twinpool.text.errors import ChatTemplateError, TokenizerLoadError, UnknownTokenError
 from twinpool.text.fast import FastEncoder, fast_encoder
 from twinpool.text.files import (
     TokenizerConfig,
@@ -197,8 +197,12 @@ class Tokenizer:
         return stream.push(token_ids) + stream.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text by itself; nothing for a special one. Raises UnknownTokenError."""
-        return self._detokenizers.bytes_of(token_id)
+        """What a token adds to a text by itself; nothing for a special one, nor for one that only the model has: its head may be
+        padded, so that it rates ids that no token has."""
+        try:
+            return self._detokenizers.bytes_of(token_id)
+        except UnknownTokenError:
+            return b""
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, keep: Collection[str] = frozenset()

@@ -17,6 +17,9 @@ from openai.types.chat import ChatCompletionChunk
 from tests.support.chat_world import WEATHER, chat_cluster, prompt_text, write_chat_model
 from tests.support.fake_cluster import FakeCluster
 from tests.support.waiting import until
+from twinpool.router.openai.shapes import chat_logprobs
+from twinpool.text import Tokenizer
+from twinpool.v1 import inference_pb2 as pb
 
 CALL = 'I look.\n<tool_call>{"name": "weather", "arguments": {"town": "Bern"}}</tool_call>'
 ASK: list[Any] = [{"role": "user", "content": "Rain?"}]
@@ -283,6 +286,34 @@ async def test_other_statuses(model: Path) -> None:
                 assert (await answer.json())["error"]["type"] == "invalid_request_error"
             async with session.get("/v1/completions") as answer:
                 assert answer.status == 405
+
+
+async def test_a_refusal_repeats_little_of_an_unknown_name(model: Path) -> None:
+    async with (
+        served(model, "x") as (cluster, _),
+        aiohttp.ClientSession(f"http://{cluster.router.apis.http_endpoint}") as session,
+    ):
+        body = {"model": "fake", "prompt": "x", "y" * 9000: 1}
+        async with session.post("/v1/completions", json=body) as answer:
+            assert answer.status == 400
+            said = await answer.text()
+        assert "y" * 64 in said
+        assert len(said) < 1000
+
+
+def test_ids_that_no_token_has_are_rated_as_nothing(model: Path) -> None:
+    """A model's head may be padded beyond its tokenizer's vocabulary."""
+    tokenizer = Tokenizer.from_pretrained(model)
+    rated = pb.PositionLogprobs(
+        chosen=pb.TokenLogprob(token_id=ord("a"), logprob=-0.5),
+        top=[pb.TokenLogprob(token_id=tokenizer.vocab_size + 5, logprob=-9.0)],
+    )
+    (found,) = chat_logprobs([rated], tokenizer.token_bytes)
+    assert (found["token"], found["top_logprobs"][0]["token"], found["top_logprobs"][0]["bytes"]) == (
+        "a",
+        "",
+        [],
+    )
 
 
 async def test_models_and_health(model: Path) -> None:

@@ -136,3 +136,21 @@ async def test_without_tenants_they_count_for_nothing_either(model: Path) -> Non
                 await collect(cluster.stub.Generate(request, metadata=metadata("", claims)))
             ).error is None
         assert len(set(roots(cluster))) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_who_is_no_tenant_is_told_of_no_model(model: Path, tenants: str, path: str) -> None:
+    body = {"model": "other", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+    wanted = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+    async with (
+        chat_cluster(model, "abc", tenants_file=tenants, http_port=0) as cluster,
+        aiohttp.ClientSession(f"http://{cluster.router.apis.http_endpoint}") as session,
+    ):
+        asked = {"model": "other", wanted: body[wanted]}
+        async with session.post(f"/v1/{path}", json=asked) as answer:
+            assert answer.status == 401
+            assert "fake" not in await answer.text()
+        async with session.post(
+            f"/v1/{path}", json=asked, headers={"Authorization": f"Bearer {RED}"}
+        ) as answer:
+            assert answer.status == 404
