@@ -11,11 +11,12 @@ import pytest
 from worker_pair import random_prompt
 
 from tests.support.quiescence import inspect
-from tests.support.waiting import until
+from tests.support.waiting import until, until_told
 from tests.support.worker_client import Request, RouterSession, next_message
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.tiny import write_tiny
-from twinpool.store import StoreServer, start_store
+from twinpool.store import Keys, StoreServer, start_store
+from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
 from twinpool.worker.host import WorkerHost
 
 BLOCK = 16
@@ -50,8 +51,15 @@ async def running(model: Path, store: StoreServer, name: str, **worker: object) 
         "decode",
     )
     await host.start()
+
+    async def known() -> bool:
+        """Whether others read of it that it is ready, which comes a little later than it is."""
+        assert host._store is not None
+        item = await asyncio.to_thread(host._store.get, Keys("unit").worker("default", name))
+        return item is not None and WorkerRecord.FromString(item.value).state == WORKER_STATE_READY
+
     try:
-        await until(lambda: host.ready, WAIT_SECONDS)
+        await until_told(known, WAIT_SECONDS)
         yield host
     finally:
         await host.stop(0.0)
