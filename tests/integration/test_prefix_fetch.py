@@ -256,7 +256,9 @@ async def test_a_router_lets_the_next_turn_pull_what_the_decode_worker_has(fleet
 
 
 async def test_a_router_lets_a_decode_worker_compute_a_short_suffix(fleet: Fleet) -> None:
-    async with routed(fleet, {"router.local_prefill": True}) as client:
+    """Hand-offs are said to be dear, and what it costs running streams to weigh nothing."""
+    settings = {"router.local_prefill": True, "router.prior_transfer_seconds": 5.0, "router.harm_weight": 0.0}
+    async with routed(fleet, settings) as client:
         tokens, local = prompt(FIRST, 30), 0
         await turn(fleet, client, tokens, GENERATED)
         for number in range(4):
