@@ -12,7 +12,7 @@ from twinpool.v1 import inference_pb2 as pb
 
 
 class RouterBackend:
-    """Implements ``openai.server.Backend`` and ``kserve.service.Backend``."""
+    """Implements ``openai.server.Backend``; KServe's protocol takes it as it is."""
 
     def __init__(self, inference: InferenceService, chats: ChatService, models: ModelTable) -> None:
         self._inference = inference

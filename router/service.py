@@ -38,7 +38,7 @@ from twinpool.router.tally import Tally
 from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.usage import Meter, UsageBook
-from twinpool.router.utf8 import Unparsed, lenient, parsed
+from twinpool.router.utf8 import Unparsed, add_leniently, parsed
 from twinpool.router.validate import (
     Resumable,
     check_length,
@@ -301,39 +301,6 @@ class InferenceService(SideCalls):
         return grammar
 
 
-_SIDE_CALLS: Final[tuple[tuple[str, Any, Any], ...]] = (
-    ("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse),
-    ("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse),
-    ("Warm", pb.WarmRequest, pb.WarmResponse),
-    ("Release", pb.ReleaseRequest, pb.ReleaseResponse),
-    ("GetUsage", pb.GetUsageRequest, pb.GetUsageResponse),
-    ("ListModels", pb.ListModelsRequest, pb.ListModelsResponse),
-)
-
-
 def register(servicer: InferenceService, server: grpc.aio.Server) -> None:
     """Adds the service with request parsers that never fail: see ``utf8``."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
-            servicer.Generate,
-            request_deserializer=lenient(pb.GenerateRequest),
-            response_serializer=pb.GenerateResponse.SerializeToString,
-        ),
-        "Resume": grpc.unary_stream_rpc_method_handler(
-            servicer.Resume,
-            request_deserializer=lenient(pb.ResumeRequest),
-            response_serializer=pb.ResumeResponse.SerializeToString,
-        ),
-        "Cancel": grpc.unary_unary_rpc_method_handler(
-            servicer.Cancel,
-            request_deserializer=lenient(pb.CancelRequest),
-            response_serializer=pb.CancelResponse.SerializeToString,
-        ),
-    }
-    for name, request, response in _SIDE_CALLS:
-        handlers[name] = grpc.unary_unary_rpc_method_handler(
-            getattr(servicer, name),
-            request_deserializer=lenient(request),
-            response_serializer=response.SerializeToString,
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    add_leniently(pb.DESCRIPTOR.services_by_name["InferenceService"], servicer, server)

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from google.protobuf.descriptor import FieldDescriptor
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from twinpool.errors import TwinpoolError
@@ -56,6 +59,21 @@ def lenient(kind: type[_Request]) -> Callable[[bytes], _Request | Unparsed]:
             return Unparsed(raw, kind)
 
     return parse
+
+
+def add_leniently(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
+    """Adds a service, each method of which takes its request through ``lenient``."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in service.methods:
+        taken, given = (
+            "stream" if many else "unary" for many in (method.client_streaming, method.server_streaming)
+        )
+        handlers[method.name] = getattr(grpc, f"{taken}_{given}_rpc_method_handler")(
+            getattr(servicer, method.name),
+            request_deserializer=lenient(GetMessageClass(method.input_type)),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
 def refuse_unknown_fields(message: Message, path: str = "") -> None:

@@ -17,7 +17,7 @@ from twinpool.router.chat.position import check_positions
 from twinpool.router.chat.prompt import AskedTurn, TurnPlanner
 from twinpool.router.chat.stream import TurnStream
 from twinpool.router.service import InferenceService
-from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
+from twinpool.router.utf8 import Unparsed, add_leniently, parsed, refuse_unknown_fields
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
 
@@ -81,16 +81,4 @@ class ChatService:
 
 def register(servicer: ChatService, server: grpc.aio.Server) -> None:
     """Adds the service with request parsers that never fail: see ``utf8``."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Chat": grpc.unary_stream_rpc_method_handler(
-            servicer.Chat,
-            request_deserializer=lenient(chat.ChatRequest),
-            response_serializer=chat.ChatResponse.SerializeToString,
-        ),
-        "Resume": grpc.unary_stream_rpc_method_handler(
-            servicer.Resume,
-            request_deserializer=lenient(chat.ChatServiceResumeRequest),
-            response_serializer=chat.ChatServiceResumeResponse.SerializeToString,
-        ),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    add_leniently(chat.DESCRIPTOR.services_by_name["ChatService"], servicer, server)

@@ -3,10 +3,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -14,15 +14,15 @@ import grpc.aio
 from twinpool import __version__
 from twinpool.config.router import RouterSection
 from twinpool.errors import TwinpoolError
+from twinpool.router.backend import RouterBackend
 from twinpool.router.call import Call
 from twinpool.router.kserve.answer import FINAL, OUTPUTS, Answer
 from twinpool.router.kserve.parameters import INPUTS
 from twinpool.router.kserve.request import VERSION, Asked, check_version, is_version, read_request
 from twinpool.router.kserve.stream import InferStream, Send
-from twinpool.router.utf8 import Unparsed, lenient, parsed, refuse_unknown_fields
+from twinpool.router.utf8 import Unparsed, add_leniently, parsed, refuse_unknown_fields
 from twinpool.router.validate import check_choices, shown
 from twinpool.rpc import Caller
-from twinpool.text import Tokenizer
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1.kserve import open_inference_pb2 as kserve
 
@@ -34,34 +34,10 @@ EXTENSIONS: Final = ("parameters", "schedule_policy")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Backend(Protocol):
-    """What the service needs of a router."""
-
-    async def generate(self, request: pb.GenerateRequest, call: Call[pb.GenerateResponse]) -> None:
-        """Serves a prompt."""
-        ...
-
-    def models(self, caller: Caller) -> list[pb.Model]:
-        """The models that a caller may use."""
-        ...
-
-    def tokenizer(self, model: str) -> Tokenizer:
-        """Of a model: what its tokens add to the text."""
-        ...
-
-    def live(self) -> bool:
-        """Whether the process does its work."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether requests are welcome."""
-        ...
-
-
 class KserveService:
     """See the module. Raises TwinpoolError; the server turns it into a status."""
 
-    def __init__(self, backend: Backend, limits: RouterSection) -> None:
+    def __init__(self, backend: RouterBackend, limits: RouterSection) -> None:
         self._backend = backend
         self._limits = limits
         self._draining = asyncio.Event()
@@ -198,30 +174,6 @@ class KserveService:
         return found[0] if len(found) == 1 else None
 
 
-_CALLS: Final[tuple[tuple[str, Any, Any], ...]] = (
-    ("ServerLive", kserve.ServerLiveRequest, kserve.ServerLiveResponse),
-    ("ServerReady", kserve.ServerReadyRequest, kserve.ServerReadyResponse),
-    ("ModelReady", kserve.ModelReadyRequest, kserve.ModelReadyResponse),
-    ("ServerMetadata", kserve.ServerMetadataRequest, kserve.ServerMetadataResponse),
-    ("ModelMetadata", kserve.ModelMetadataRequest, kserve.ModelMetadataResponse),
-    ("ModelInfer", kserve.ModelInferRequest, kserve.ModelInferResponse),
-)
-
-
 def register(servicer: KserveService, server: grpc.aio.Server) -> None:
     """Adds the service with request parsers that never fail: see ``utf8``."""
-    make: Callable[..., Awaitable[Any]] = servicer.ModelStreamInfer
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-            make,
-            request_deserializer=lenient(kserve.ModelInferRequest),
-            response_serializer=kserve.ModelStreamInferResponse.SerializeToString,
-        )
-    }
-    for name, request, response in _CALLS:
-        handlers[name] = grpc.unary_unary_rpc_method_handler(
-            getattr(servicer, name),
-            request_deserializer=lenient(request),
-            response_serializer=response.SerializeToString,
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    add_leniently(kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"], servicer, server)

@@ -3,14 +3,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc.aio
 import pytest
 
+from tests.support.fake_cluster import fake_cluster
 from tests.support.fake_worker import Fabric, FakeWorker, Script
 from tests.support.waiting import until
 from twinpool.ids import WorkerKey
 from twinpool.router.dispatch import Leg, LegState, WorkerSession
+from twinpool.v1 import control_pb2
 from twinpool.v1 import worker_pb2 as pb
 
 
@@ -274,3 +277,19 @@ async def test_a_worker_that_can_be_reached_again_is_not_waited_for(
     await until(lambda: session.up)
     assert (decoder.calls, owner.ups) == (calls + 1, 2)
     await session.close()
+
+
+async def test_one_that_is_ready_again_is_reached_at_once(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda _low, _high: 3600.0)
+    async with fake_cluster(model_path) as cluster:
+        worker = cluster.workers["d0"]
+        session = cluster.router.fleet.session(worker.key)
+        assert session is not None
+        await worker.kill()
+        await until(lambda: not session.up)
+        cluster.router.fleet.upsert(worker.record(control_pb2.WORKER_STATE_UNREADY))
+        await worker.start()
+        cluster.router.fleet.upsert(worker.record())
+        await until(lambda: session.up)
