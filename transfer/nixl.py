@@ -101,6 +101,7 @@ class NixlAgent:
         table = MemoryRegion(generations.ctypes.data, generations.nbytes)
         landing = MemoryRegion(self._landing.ctypes.data, self._landing.nbytes)
         try:
+            nixl_backend.enter_device(pool.region)
             with nixl_backend.ucx_environment(ucx_tls):
                 config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
                 self._agent: Any = api.nixl_agent(name, config)

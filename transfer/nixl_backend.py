@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from twinpool.transfer.base import DONE, PENDING, Fault, ReadState, failed
+from twinpool.transfer.base import DONE, PENDING, Fault, MemoryRegion, ReadState, failed
 
 
 def load_api() -> Any:
@@ -48,6 +48,20 @@ def ucx_environment(transports: str | None) -> Iterator[None]:
             del os.environ["UCX_TLS"]
         else:
             os.environ["UCX_TLS"] = before
+
+
+def enter_device(region: MemoryRegion) -> None:
+    """Makes the CUDA context of the region's device current on this thread; nothing for host memory.
+
+    UCX asks the calling thread's context for the handle by which another process maps the memory. A thread without one gets none, and
+    every read of the region then goes through host memory and sockets.
+    """
+    if region.memory_type != "VRAM":
+        return
+    import torch
+
+    torch.cuda.set_device(region.device_id)
+    torch.cuda.current_stream().synchronize()
 
 
 # By name: a NIXL that lacks one of these classes still loads, and a new class falls to UNKNOWN.
