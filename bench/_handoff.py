@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench._common import Figures
 from twinpool._core import BlockManager
 from twinpool.engine.kv.pool import KVPool
 from twinpool.ids import WorkerKey, new_incarnation
@@ -25,7 +27,7 @@ from twinpool.transfer.base import AttemptKey, Blocks, PeerDescriptor, PoolMemor
 from twinpool.transfer.digest import Digest, DigestPolicy, pool_digest
 from twinpool.transfer.fence import HandoffFailure
 from twinpool.transfer.nixl import NixlAgent
-from twinpool.transfer.nixl_backend import load_api, ucx_environment
+from twinpool.transfer.nixl_backend import enter_device, load_api, ucx_environment
 from twinpool.transfer.owner import OfferBook
 from twinpool.transfer.reader import PullManager
 from twinpool.transfer.session import PullSession
@@ -37,6 +39,9 @@ BLOCK_TOKENS = 64
 V3_LAYERS, V3_WIDTH = 61, 576
 DEADLINE_SECONDS = 60.0
 LEASE_SECONDS = 600.0
+
+Pair = tuple[Blocks, Blocks]
+"""Remote and local blocks of one read."""
 
 _STREAM = 1
 _BLOCK_STEP, _WORD_STEP = 0x1D8E4E27C47D124F, 0x2545F4914F6CDD1D
@@ -51,7 +56,11 @@ class Setting:
     device: str = "cpu"
     ucx_tls: str = "tcp,sm,self"
     digest: DigestPolicy = "off"
-    poll_seconds: float = 150e-6
+
+    @property
+    def poll_seconds(self) -> float:
+        """As docs/operations.md advises: a machine with GPUs has cores to spare for the thread that moves their blocks."""
+        return 20e-6 if self.device.startswith("cuda") else 150e-6
 
     @property
     def block_bytes(self) -> int:
@@ -200,6 +209,17 @@ class Product:
         self._hear(ticket)
         return self._finish(end) - began
 
+    def read_many(self, pairs: Sequence[Pair]) -> float:
+        """Seconds from the arrival of the tickets of several prompts, all at once, until all their blocks are proven."""
+        ends = [self._expect([remote], local, 0.0) for remote, local in pairs]
+        tickets = [self._owner.recv() for _ in pairs]
+        began = time.perf_counter()
+        for ticket in tickets:
+            self._hear(ticket)
+        done = max(self._proven(end) for end in ends)
+        self._released()
+        return done - began
+
     def read_chunks(self, chunks: list[Blocks], local: Blocks, pace: float) -> tuple[float, float]:
         """Seconds of a whole prompt from its start, and from the arrival of its last ticket, until all is proven."""
         began = time.perf_counter()
@@ -227,14 +247,20 @@ class Product:
         return end
 
     def _finish(self, end: _End) -> float:
-        """Waits for the end of a pull; when it was."""
+        """Waits for the end of a pull and of its release; when the former was."""
+        done = self._proven(end)
+        self._released()
+        return done
+
+    def _proven(self, end: _End) -> float:
         while not end.ready and end.failure is None:
             self.half.calls.get()()
-        done = time.perf_counter()
         assert end.failure is None, end.failure
+        return time.perf_counter()
+
+    def _released(self) -> None:
         while self._pulls.unreleased:
             self._hear(self._owner.recv())
-        return done
 
     def close(self) -> None:
         """Ends the owner's process."""
@@ -252,12 +278,13 @@ class Raw:
     """NIXL by itself: the same blocks from lists that were prepared once, polled without a pause, nothing proven."""
 
     def __init__(self, owner: PeerDescriptor, setting: Setting) -> None:
-        with ucx_environment(setting.ucx_tls):
+        self.pool = setting.pool()
+        region = PoolMemory.of_tensor(self.pool.tensor).region
+        enter_device(region)
+        with ucx_environment(setting.ucx_tls, region.memory_type):
             api = load_api()
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(f"raw-{new_incarnation():x}", config)
-        self.pool = setting.pool()
-        region = PoolMemory.of_tensor(self.pool.tensor).region
         entry = (region.address, region.length_bytes, region.device_id, "")
         self._agent.register_memory([entry], region.memory_type)
         self._agent.add_remote_agent(owner.agent_metadata)
@@ -282,6 +309,24 @@ class Raw:
         seconds = time.perf_counter() - began
         assert state == "DONE", state
         handle.release()
+        return seconds
+
+    def read_many(self, pairs: Sequence[Pair]) -> float:
+        """Seconds of several READs that are posted at once."""
+        agent = self._agent
+        began = time.perf_counter()
+        handles, live = [], []
+        for remote, local in pairs:
+            handle = agent.make_prepped_xfer("READ", self._ours, local, self._theirs, remote)
+            handles.append(handle)
+            if agent.transfer(handle) == "PROC":
+                live.append(handle)
+        while live:
+            live = [handle for handle in live if agent.check_xfer_state(handle) == "PROC"]
+        seconds = time.perf_counter() - began
+        for handle in handles:
+            assert agent.check_xfer_state(handle) == "DONE"
+            handle.release()
         return seconds
 
 
@@ -310,6 +355,27 @@ def scattered(count: int, num_blocks: int, seed: int) -> tuple[Blocks, Blocks]:
     random = np.random.default_rng([seed, count])
     remote, local = (random.permutation(num_blocks)[:count].astype(np.int32) for _ in range(2))
     return remote, local
+
+
+def measure(side: Product | Raw | Copy, setting: Setting, count: int, repeats: int) -> Figures:
+    """Median of a few reads of ``count`` scattered blocks, one at a time."""
+    seconds = statistics.median(
+        side.read(*scattered(count, setting.num_blocks, seed)) for seed in range(repeats)
+    )
+    return {"us": seconds * 1e6, "GB_per_s": count * setting.block_bytes / seconds / 1e9}
+
+
+def measure_many(
+    side: Product | Raw, setting: Setting, count: int, in_flight: int, repeats: int
+) -> Figures:
+    """The same of ``in_flight`` reads of ``count`` blocks that are there at once, as a worker has them: their rate together."""
+
+    def pairs(seed: int) -> list[Pair]:
+        remote, local = scattered(count * in_flight, setting.num_blocks, seed)
+        return list(zip(np.split(remote, in_flight), np.split(local, in_flight), strict=True))
+
+    seconds = statistics.median(side.read_many(pairs(seed)) for seed in range(repeats))
+    return {"us": seconds * 1e6, "GB_per_s": count * in_flight * setting.block_bytes / seconds / 1e9}
 
 
 def wrong_blocks(setting: Setting, pool: KVPool, remote: Blocks, local: Blocks) -> int:

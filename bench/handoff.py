@@ -18,17 +18,22 @@ import time
 from functools import partial
 
 from bench._common import Figures, arguments, interleave, report
-from bench._handoff import BLOCK_TOKENS, Copy, Product, Raw, Setting, scattered
+from bench._handoff import (
+    BLOCK_TOKENS,
+    Copy,
+    Product,
+    Raw,
+    Setting,
+    measure,
+    measure_many,
+    scattered,
+)
+
+IN_FLIGHT = 8
+"""Reads at once, where a rate is that of several prompts."""
 
 PROMPT_BLOCKS = 8192 // BLOCK_TOKENS
 CHUNK_BLOCKS = 512 // BLOCK_TOKENS
-
-
-def measure(side: Product | Raw | Copy, setting: Setting, count: int, repeats: int) -> Figures:
-    """Median of a few reads of ``count`` scattered blocks."""
-    times = [side.read(*scattered(count, setting.num_blocks, seed)) for seed in range(repeats)]
-    seconds = statistics.median(times)
-    return {"us": seconds * 1e6, "GB_per_s": count * setting.block_bytes / seconds / 1e9}
 
 
 def rates(setting: Setting, counts: list[int], rounds: int) -> tuple[dict[str, object], Figures]:
@@ -51,6 +56,17 @@ def rates(setting: Setting, counts: list[int], rounds: int) -> tuple[dict[str, o
             figures[f"{label} product over raw us"] = found["product"]["us"] - found["raw"]["us"]
             ratios[f"{label} product/raw"] = rate["product"] / rate["raw"]
             ratios[f"{label} product/copy"] = rate["product"] / rate["copy"]
+            many = interleave(
+                rounds,
+                {
+                    "raw": partial(measure_many, raw, setting, count, IN_FLIGHT, 5),
+                    "product": partial(measure_many, product, setting, count, IN_FLIGHT, 5),
+                },
+            )
+            label = f"{setting.ucx_tls} {IN_FLIGHT} x {count} blocks"
+            for name, values in many.items():
+                figures |= {f"{label} {name} {figure}": value for figure, value in values.items()}
+            ratios[f"{label} product/raw"] = many["product"]["GB_per_s"] / many["raw"]["GB_per_s"]
     finally:
         product.close()
     return figures, ratios
@@ -112,7 +128,7 @@ def main() -> None:
         ratios.update(found[1])
 
     for ucx_tls in options.tls.split(";") if "rate" in parts else ():
-        add(rates(Setting(2 * max(counts), options.layers, ucx_tls=ucx_tls), counts, options.rounds))
+        add(rates(Setting(IN_FLIGHT * max(counts), options.layers, ucx_tls=ucx_tls), counts, options.rounds))
     if "prompt" in parts:
         add(prompt(Setting(PROMPT_BLOCKS, options.layers), options.rounds))
     if "cluster" in parts or "cancel" in parts:

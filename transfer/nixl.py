@@ -102,7 +102,7 @@ class NixlAgent:
         landing = MemoryRegion(self._landing.ctypes.data, self._landing.nbytes)
         try:
             nixl_backend.enter_device(pool.region)
-            with nixl_backend.ucx_environment(ucx_tls):
+            with nixl_backend.ucx_environment(ucx_tls, pool.region.memory_type):
                 config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
                 self._agent: Any = api.nixl_agent(name, config)
             for region in (pool.region, table, landing):

@@ -7,6 +7,7 @@ its readers), ``idle_seconds`` otherwise, and a command wakes it at once.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from twinpool.transfer.base import (
     TransferObserver,
 )
 from twinpool.transfer.pull import Pull, PullOutcome
-from twinpool.transfer.pump import CONNECT_SECONDS, MAX_POST_BYTES, Dispatch, Pace, TransferPump, run_here
+from twinpool.transfer.pump import CONNECT_SECONDS, Dispatch, Pace, TransferPump, run_here
 
 _log = get_logger(__name__)
 
 POLL_SECONDS = 150e-6
 IDLE_SECONDS = 2e-3
+
+_PR_SET_TIMERSLACK = 29
 
 
 class TransferThread:
@@ -41,7 +44,7 @@ class TransferThread:
         observer: TransferObserver | None = None,
         poll_seconds: float = POLL_SECONDS,
         idle_seconds: float = IDLE_SECONDS,
-        max_post_bytes: int = MAX_POST_BYTES,
+        max_post_bytes: int | None = None,
         name: str = "transfer",
     ) -> None:
         """``make_agent`` runs on the thread. Its errors come out of :meth:`start`."""
@@ -154,6 +157,7 @@ class TransferThread:
             self._awake.release()
 
     def _run(self) -> None:
+        _sharpen_timers()
         try:
             agent = self._make_agent()
             self._pump = TransferPump(
@@ -185,3 +189,10 @@ class TransferThread:
             _log.exception("transfer_thread_died")
         finally:
             pump.close()
+
+
+def _sharpen_timers() -> None:
+    """Lets this thread's waits end when they are due. Linux lets a wait of 20 µs last 50 µs longer, to save wake-ups."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with suppress(AttributeError):  # another system: its waits stay as they are
+        libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -11,24 +11,43 @@ both sides, and all bytes are compared.
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import replace
 from functools import partial
 
 from bench._common import Figures, arguments, interleave, report
-from bench._handoff import Copy, Product, Raw, Setting, scattered, wrong_blocks
+from bench._handoff import (
+    Copy,
+    Product,
+    Raw,
+    Setting,
+    measure,
+    measure_many,
+    scattered,
+    wrong_blocks,
+)
+
+IN_FLIGHT = 8
+"""Reads at once, where a rate is that of several prompts."""
 
 COPIES_MAX = 512
 """Blocks up to which the copy is measured: it needs two pools of its own."""
 
 
-def measure(side: Product | Raw | Copy, setting: Setting, count: int, repeats: int) -> Figures:
-    """Median of a few reads of ``count`` scattered blocks."""
-    seconds = statistics.median(
-        side.read(*scattered(count, setting.num_blocks, seed)) for seed in range(repeats)
+def together(
+    product: Product, raw: Raw, setting: Setting, count: int, rounds: int
+) -> tuple[Figures, Figures]:
+    """Product and raw with several reads at once."""
+    found = interleave(
+        rounds,
+        {
+            "raw": partial(measure_many, raw, setting, count, IN_FLIGHT, 5),
+            "product": partial(measure_many, product, setting, count, IN_FLIGHT, 5),
+        },
     )
-    return {"us": seconds * 1e6, "GB_per_s": count * setting.block_bytes / seconds / 1e9}
+    label = f"{IN_FLIGHT} x {count} blocks"
+    figures = {f"{label} {side} {name}": value for side, values in found.items() for name, value in values.items()}
+    return figures, {f"{label} product/raw": found["product"]["GB_per_s"] / found["raw"]["GB_per_s"]}
 
 
 def check(setting: Setting, counts: list[int]) -> dict[str, object]:
@@ -88,6 +107,10 @@ def main() -> None:
             ratios[f"{count} blocks product/raw"] = rate["product"] / rate["raw"]
             if "copy" in rate:
                 ratios[f"{count} blocks product/copy"] = rate["product"] / rate["copy"]
+            if count * IN_FLIGHT <= setting.num_blocks:
+                figures_, ratios_ = together(product, raw, setting, count, options.rounds)
+                figures |= figures_
+                ratios |= ratios_
             remote, local = scattered(count, setting.num_blocks, 0)
             raw.read(remote, local)
             figures[f"{count} blocks raw wrong"] = wrong_blocks(setting, raw.pool, remote, local)
