@@ -365,9 +365,7 @@ def measure(side: Product | Raw | Copy, setting: Setting, count: int, repeats: i
     return {"us": seconds * 1e6, "GB_per_s": count * setting.block_bytes / seconds / 1e9}
 
 
-def measure_many(
-    side: Product | Raw, setting: Setting, count: int, in_flight: int, repeats: int
-) -> Figures:
+def measure_many(side: Product | Raw, setting: Setting, count: int, in_flight: int, repeats: int) -> Figures:
     """The same of ``in_flight`` reads of ``count`` blocks that are there at once, as a worker has them: their rate together."""
 
     def pairs(seed: int) -> list[Pair]:

@@ -29,8 +29,9 @@ from twinpool.logs import get_logger
 
 __all__ = ["Drawn", "ModelRunner", "Plan", "PlanError", "SequenceDraw", "StepResult"]
 
-GRAPH_CONTEXT = 32768
-"""Sequences beyond this length are decoded without a graph: launches count for little there, and tables stay small."""
+GRAPH_CONTEXT = 131072
+"""Sequences beyond this length are decoded without a graph, so that the graphs' block tables stay small (2 MB for 256 sequences).
+It costs: on an H200 a step of a model of 27 layers took 22.7 ms at 32,769 tokens without a graph, against 3.5 at 8,192 with one."""
 
 log = get_logger(__name__)
 

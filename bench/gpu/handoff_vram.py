@@ -46,7 +46,9 @@ def together(
         },
     )
     label = f"{IN_FLIGHT} x {count} blocks"
-    figures = {f"{label} {side} {name}": value for side, values in found.items() for name, value in values.items()}
+    figures = {
+        f"{label} {side} {name}": value for side, values in found.items() for name, value in values.items()
+    }
     return figures, {f"{label} product/raw": found["product"]["GB_per_s"] / found["raw"]["GB_per_s"]}
 
 
