@@ -182,6 +182,21 @@ def test_the_environment_is_set_for_the_agent_alone(
         assert os.environ.get("UCX_TLS") == before
 
 
+@pytest.mark.parametrize("before", [None, "off"])
+def test_pools_in_vram_are_read_over_cuda_ipc_unless_an_operator_says_otherwise(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = nixl_backend.GET_OVER_IPC
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with nixl_backend.ucx_environment(None):
+        assert os.environ.get(name) == before
+    with nixl_backend.ucx_environment(None, "VRAM"):
+        assert os.environ[name] == (before or "on")
+    assert os.environ.get(name) == before
+
+
 # --- descriptors
 
 OWN = PeerDescriptor(
