@@ -52,12 +52,16 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._memory: Any = None
 
+    def takes(self, count: int) -> bool:
+        """Whether there is a graph for so many sequences."""
+        return count <= self._buckets[-1]
+
     def fits(self, plan: PlanArrays) -> bool:
         """Whether ``plan`` consists of decodes alone, no more and no longer than the graphs take."""
         count = len(plan.seq)
         return (
             plan.num_decodes == count
-            and count <= self._buckets[-1]
+            and self.takes(count)
             and int(plan.context.max()) <= self._blocks * self._pool.block_tokens
         )
 

@@ -33,6 +33,11 @@ GRAPH_CONTEXT = 131072
 """Sequences beyond this length are decoded without a graph, so that the graphs' block tables stay small (2 MB for 256 sequences).
 It costs: on an H200 a step of a model of 27 layers took 22.7 ms at 32,769 tokens without a graph, against 3.5 at 8,192 with one."""
 
+GRAPH_READS = 1 << 20
+"""A step whose chunks are small runs through a graph too, a row a token, if its rows attend to no more positions than this in all:
+each row reads its whole context anew, which at 31 kB a token (DeepSeek-V2-Lite) takes 7 ms of an H200, where the launches of such a step
+by themselves take 20."""
+
 log = get_logger(__name__)
 
 _NOTHING_DRAWN = Sample(np.zeros(0, np.int32), None, np.zeros(0, np.bool_))
@@ -103,7 +108,8 @@ class ModelRunner:
         scored = _scored(arrays, draws)
         if not len(sampled) and not scored:
             # Only KV is wanted. One row stands in, so that no kernel has to cope with an empty batch.
-            self._forward(arrays, last_rows[:1])
+            if self._replay(arrays) is None:
+                self._forward(arrays, last_rows[:1])
             if self._device.type == "cuda":
                 # Nothing was fetched that would have waited for the KV, and peers read it outside of any stream.
                 torch.cuda.current_stream(self._device).synchronize()
@@ -125,11 +131,11 @@ class ModelRunner:
         draws: Sequence[SequenceDraw],
     ) -> tuple[Tensor, dict[int, PromptLogprobs]]:
         """Runs the model: logits of the last row of each sampled sequence, and what is wanted of prompts."""
-        if not scored and self._graphs is not None and self._graphs.fits(arrays):
-            logits = self._graphs.run(arrays)
-            if len(sampled) < len(draws):
-                logits = logits[torch.from_numpy(sampled).to(self._device)]
-            return logits, {}
+        if not scored and (replayed := self._replay(arrays)) is not None:
+            last = arrays.q_start[sampled + 1].astype(np.int64) - 1
+            if len(last) < len(replayed):
+                replayed = replayed[torch.from_numpy(last).to(self._device)]
+            return replayed, {}
         rows = [arrays.q_start[sampled + 1].astype(np.int64) - 1]
         for index, positions in scored.items():
             row_zero = int(arrays.context[index] - arrays.q_start[index + 1])
@@ -143,6 +149,16 @@ class ModelRunner:
             prompts[index] = scoring.score(own, positions.start, self._model.logits)
             at += len(positions)
         return self._model.logits(hidden[: len(sampled)]) if len(sampled) else hidden[:0], prompts
+
+    def _replay(self, arrays: PlanArrays) -> Tensor | None:
+        """Runs the model through a graph: logits of every token's row. None, with nothing done, for a plan that is not for graphs."""
+        if self._graphs is None:
+            return None
+        chunks = arrays.num_decodes < len(arrays.seq)
+        if chunks and int(arrays.positions.sum()) > GRAPH_READS:
+            return None
+        plan = arrays.as_decodes() if chunks and self._graphs.takes(len(arrays.token_ids)) else arrays
+        return self._graphs.run(plan) if self._graphs.fits(plan) else None
 
     @torch.inference_mode()
     def swap(self, plan: SwapPlan) -> None:

@@ -70,6 +70,26 @@ class PlanArrays:
             copies=plan.copies,
         )
 
+    def as_decodes(self) -> "PlanArrays":
+        """The same tokens as decodes of one token each, in their order: a layer stores the KV of all of them before any of
+        them attends, so each sees what a chunk would have shown it. ``sample`` marks the last one of each sequence that samples.
+        """
+        counts = np.diff(self.q_start)
+        sample = np.zeros(len(self.token_ids), np.uint8)
+        sample[self.q_start[1:] - 1] = self.sample
+        return PlanArrays(
+            seq=np.repeat(self.seq, counts),
+            token_ids=self.token_ids,
+            positions=self.positions,
+            q_start=np.arange(len(self.token_ids) + 1, dtype=np.int32),
+            context=self.positions + 1,
+            block_table=np.repeat(self.block_table, counts, axis=0),
+            slots=self.slots,
+            sample=sample,
+            num_decodes=len(self.token_ids),
+            copies=self.copies,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:

@@ -82,8 +82,59 @@ def test_the_runner_draws_from_a_graphs_logits(model: DecoderModel, pool: KVPool
         runner.step(prefill, [SequenceDraw(params)])
         results.append(runner.step(decode, [SequenceDraw(params) for _ in range(3)]).tokens.tolist())
         runs.append(graphs.runs)
-    assert runs == [0, 1]
+    assert runs == [0, 2]  # the prompt is few tokens: it goes as decodes
     assert results[0] == results[1]
+
+
+def mixed(pool: KVPool) -> list[PlanArrays]:
+    """Chunks of two prompts, then a decode of the first beside the rest of the second, in blocks that are not neighbours."""
+    table = np.array([[3, 9, 5], [7, 2, 11]], np.int32)
+    tokens = np.random.default_rng(4).integers(8, 500, (2, 48)).astype(np.int32)
+
+    def plan(*parts: tuple[int, int], decodes: int, sample: list[int]) -> PlanArrays:
+        positions = [np.arange(begin, end, dtype=np.int32) for begin, end in parts]
+        slots = [table[index, at // BLOCK] * BLOCK + at % BLOCK for index, at in enumerate(positions)]
+        return PlanArrays(
+            seq=np.arange(2, dtype=np.int64),
+            token_ids=np.concatenate([tokens[index, at] for index, at in enumerate(positions)]),
+            positions=np.concatenate(positions),
+            q_start=np.cumsum([0, *map(len, positions)]).astype(np.int32),
+            context=np.array([end for _, end in parts], np.int32),
+            block_table=table,
+            slots=np.concatenate(slots).astype(np.int64),
+            sample=np.array(sample, np.uint8),
+            num_decodes=decodes,
+            copies=np.zeros((0, 2), np.int32),
+        )
+
+    return [
+        plan((0, 33), (0, 15), decodes=0, sample=[0, 0]),
+        plan((33, 34), (15, 40), decodes=1, sample=[1, 0]),
+        plan((34, 35), (40, 47), decodes=1, sample=[1, 1]),
+    ]
+
+
+@pytest.mark.parametrize("reads", [1 << 20, 700])
+def test_small_chunks_go_through_a_graph_a_row_a_token(
+    model: DecoderModel, pool: KVPool, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their KV and the tokens drawn after them are those of chunks; what would read too much goes without."""
+    monkeypatch.setattr("twinpool.engine.runner.GRAPH_READS", reads)
+    results, kv, runs = [], [], []
+    for use in (False, True):
+        pool.tensor.zero_()
+        runner = ModelRunner(model, pool, validate=True)
+        graphs = Eager(runner, model, pool)
+        runner._graphs = graphs if use else None
+        draws = [SequenceDraw(DrawParams(temperature=0.0, max_tokens=9)) for _ in range(2)]
+        results.append([runner.step(plan, draws).tokens.tolist() for plan in mixed(pool)])
+        kv.append(pool.tensor.clone())
+        runs.append(graphs.runs)
+    assert runs == [0, 3 if reads > 1000 else 2]
+    assert results[0] == results[1]
+    assert results[0][1][0]
+    assert results[0][2][1]
+    torch.testing.assert_close(kv[0], kv[1], rtol=1e-4, atol=1e-4)
 
 
 def test_only_models_whose_kernels_plan_on_the_device_are_captured(model: DecoderModel) -> None:
