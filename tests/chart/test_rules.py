@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -172,3 +173,31 @@ def test_pools_scale_by_metrics_that_exist(helm: Helm, kind: str) -> None:
 
 def test_nothing_scales_by_default(everything: list[Doc]) -> None:
     assert not {"HorizontalPodAutoscaler", "ScaledObject"} & {doc["kind"] for doc in everything}
+
+
+RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks.md"
+
+
+def test_every_alert_has_a_runbook_and_links_to_it(everything: list[Doc]) -> None:
+    sections = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE)
+    rules = alerts(everything)
+    assert sorted(sections) == sorted(rule["alert"] for rule in rules)
+    for rule in rules:
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+
+
+def test_runbooks_name_what_exists() -> None:
+    """Metrics, options, reasons and links to sections."""
+    text = RUNBOOKS.read_text()
+    named = set(re.findall(r"twinpool_[a-z_]+", text))
+    assert named
+    assert named <= {name.removesuffix("_bucket") for name in KNOWN}, named - set(KNOWN)
+    options = set(re.findall(r"`((?:router|worker|scheduler|transfer|kv|model)\.[a-z_]+)(?:: \w+)?`", text))
+    documented = (RUNBOOKS.parent / "configuration.md").read_text()
+    assert len(options) >= 8
+    assert {option for option in options if f"`{option}`" not in documented} == set()
+    links = set(re.findall(r"\]\(#([a-z]+)\)", text))
+    assert links <= {name.lower() for name in re.findall(r"^## (\w+)$", text, re.MULTILINE)}
+    reasons = set(re.findall(r"\b(?:QUEUE|NO|DEADLINE|RETRY|TENANT|MODEL|CONTEXT)_[A-Z_]*[A-Z]\b", text))
+    errors = (RUNBOOKS.parent / "errors.md").read_text()
+    assert {reason for reason in reasons if f"`{reason}`" not in errors} <= {"TENANT_"}
