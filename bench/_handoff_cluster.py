@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,96 +13,39 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench._common import Figures
+from bench._split import Processes, Prompts, ask, compare, start_clients
 from twinpool import logs
 from twinpool.client import Client, request
-from twinpool.config import TwinpoolConfig, load_config
-from twinpool.control.local import LocalCluster
-from twinpool.engine.local import LocalEngine
-from twinpool.engine.sampling import DrawParams
 from twinpool.engine.tiny import write_tiny
 from twinpool.v1.control_pb2 import WorkerRecord
-from twinpool.v1.worker_pb2 import ROLE_PREFILL
 
 LENGTHS = (64, 512, 2048)
 LONG = 32 * 1024
 CHUNK = 512
+VOCABULARY = 500
 OUTPUT_TOKENS = 4
 
 
-def configuration(model: Path) -> TwinpoolConfig:
-    """Both sides run with these settings."""
-    return load_config(
-        None,
-        {
-            "cluster.name": "bench",
-            "model.path": str(model),
-            "kv.num_blocks": LONG // 64 + 128,
-            "kv.block_tokens": 64,
-            "scheduler.max_chunk_tokens": CHUNK,
-            "router.local_prefill": False,
-            "log.level": "warning",
-        },
-        env={},
-    )
+def settings_of(model: Path) -> dict[str, object]:
+    """Of both workers and both routers."""
+    return {
+        "model.path": str(model),
+        "kv.num_blocks": LONG // 64 + 128,
+        "kv.block_tokens": 64,
+        "scheduler.max_chunk_tokens": CHUNK,
+        "log.level": "warning",
+    }
 
 
-class Prompts:
-    """Prompts that were not seen before."""
-
-    def __init__(self) -> None:
-        self._draw = random.Random(1)
-
-    def __call__(self, length: int) -> list[int]:
-        return [self._draw.randrange(8, 500) for _ in range(length)]
-
-
-async def ask(client: Client, tokens: list[int]) -> Figures:
-    """Times of one request as its client sees them."""
-    start, times, read = time.perf_counter(), [], 0.0
-    message = request(tokens, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    async for event in client.stream(message):
-        if event.HasField("tokens"):
-            times.append(time.perf_counter())
-        elif event.HasField("finished"):
-            read = event.finished.handoff.read_time.ToTimedelta().total_seconds()
-    return {"ttft_ms": (times[0] - start) * 1e3, "read_ms": read * 1e3}
-
-
-def generate(engine: LocalEngine, tokens: list[int]) -> float:
-    """Milliseconds to the first token in one process."""
-    began = time.monotonic()
-    params = DrawParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
-    return (engine.generate([tokens], params)[0][0].times[0] - began) * 1e3
-
-
-async def split(client: Client, engine: LocalEngine, rounds: int) -> dict[str, object]:
-    """Time to first token of the cluster and of one engine, in turn."""
-    prompts, figures = Prompts(), dict[str, object]()
-    await ask(client, prompts(64))
-    generate(engine, prompts(64))
-    for length in LENGTHS:
-        added, reads, sides = [], [], ([], [])  # type: ignore[var-annotated]
-        for _ in range(rounds):
-            found = await ask(client, prompts(length))
-            alone = await asyncio.to_thread(generate, engine, prompts(length))
-            added.append(found["ttft_ms"] - alone)
-            reads.append(found["read_ms"])
-            sides[0].append(found["ttft_ms"])
-            sides[1].append(alone)
-        for name, values in (("cluster", sides[0]), ("engine", sides[1]), ("added", added)):
-            figures[f"{length} tokens ttft {name} ms"] = statistics.median(values)
-        figures[f"{length} tokens reads ms"] = statistics.median(reads)
-    return figures
-
-
-async def cancelled(client: Client, prefill: WorkerRecord, rounds: int) -> dict[str, object]:
+async def cancelled(
+    client: Client, prefill: WorkerRecord, prompts: Prompts, rounds: int
+) -> dict[str, object]:
     """What a short prompt waits for that is sent right after the cancel of a long one."""
-    prompts = Prompts()
     alone, behind, steps = [], [], []
     for _ in range(rounds):
-        alone.append((await ask(client, prompts(64)))["ttft_ms"])
+        alone.append((await ask(client, prompts(64), OUTPUT_TOKENS)).ttft_ms)
         before = steps_of(prefill)
-        stream = client.stream(request(prompts(LONG), max_tokens=4, temperature=0.0))
+        stream = client.stream(request(prompts(LONG), max_tokens=OUTPUT_TOKENS, temperature=0.0))
         # Until some of its chunks are computed.
         reading = asyncio.ensure_future(anext(aiter(stream)))
         await until(lambda start=before[1]: steps_of(prefill)[1] >= start + 8)  # type: ignore[misc]
@@ -113,7 +54,7 @@ async def cancelled(client: Client, prefill: WorkerRecord, rounds: int) -> dict[
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await stream.aclose()  # type: ignore[attr-defined]
-        behind.append((await ask(client, prompts(64)))["ttft_ms"])
+        behind.append((await ask(client, prompts(64), OUTPUT_TOKENS)).ttft_ms)
     found = {"alone": alone, "after cancel": behind}
     figures: dict[str, object] = {
         f"64 tokens ttft {name} ms": statistics.median(values) for name, values in found.items()
@@ -152,17 +93,17 @@ async def cluster(rounds: int, parts: list[str]) -> tuple[dict[str, object], Fig
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="twinpool-bench-") as directory:
         model = write_tiny(Path(directory) / "model", "deepseek_v3", seed=1, max_context=2 * LONG)
-        config = configuration(model)
-        engine = LocalEngine.from_config(config)
-        made = LocalCluster(config, Path(directory))
+        processes = Processes(Path(directory), settings_of(model))
         try:
-            await made.start(lambda *_: None, asyncio.Event())
-            prefill = next(worker for worker in made.view.workers() if worker.role == ROLE_PREFILL)
-            async with Client(made.router_endpoints[0]) as client:
-                if "cluster" in parts:
-                    figures |= await split(client, engine, rounds)
-                if "cancel" in parts:
-                    figures |= await cancelled(client, prefill, max(3, rounds // 2))
+            clients, prompts = await start_clients(processes), Prompts(VOCABULARY)
+            if "cluster" in parts:
+                for length in LENGTHS:
+                    figures |= await compare(clients, prompts, length, rounds)
+            if "cancel" in parts:
+                prefill = await processes.record("prefill")
+                figures |= await cancelled(clients["split"], prefill, prompts, max(3, rounds // 2))
+            for client in clients.values():
+                await client.close()
         finally:
-            await made.stop()
+            processes.stop()
     return figures, {}

@@ -4,7 +4,7 @@
 *rate*: scattered blocks of DeepSeek-V3's shape (61 layers, bfloat16, 4.3 MiB) from another process, through the product
 (ticket, transfer thread, generations, comparison), by raw NIXL on the same blocks, and by memcpy inside one process.
 *prompt*: 8,192 tokens of that shape in chunks of 512, each announced when a stand-in for the computation is done.
-*cluster*: a whole cluster against one engine, with a tiny MLA model: what splitting adds to the time to first token.
+*cluster*: a cluster with a tiny MLA model hands prompts off, or lets the decode worker compute them: what is added to the first token.
 *cancel*: a prompt of 32k tokens is cancelled in the middle; what the next short prompt waits for.
 
 ``python -m bench.handoff [--only rate,prompt,cluster,cancel]``. Variants alternate in one run; medians.
