@@ -33,7 +33,7 @@ say "[2/5] The sdist, and a wheel from it"
   "$work/build/bin/python" -m build --outdir "$work/made" .) >"$work/build.log" 2>&1 || { tail -40 "$work/build.log" >&2; fail "The build failed"; }
 
 say "[3/5] Libraries into the wheel"
-env PATH="$work/build/bin:$PATH" "$work/build/bin/python" -m auditwheel -q repair -w "$work/dist" "$work"/made/*.whl
+env PATH="$work/build/bin:$PATH" "$work/build/bin/python" -m auditwheel repair -w "$work/dist" "$work"/made/*.whl
 cp "$work"/made/*.tar.gz "$work/dist/"
 
 say "[4/5] The wheel in an environment of its own"
