@@ -56,11 +56,13 @@ class Audited:
 METHODS: Final = {
     "ControlService/DrainWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/RestartWorker": Audited(True, "worker", ("timeout",)),
+    "ControlService/FlipWorker": Audited(True, "worker", ("role", "timeout", "force")),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),
     "RouterService/FetchRecording": Audited(False),
     "WorkerService/Drain": Audited(True, "worker", ("timeout",)),
+    "WorkerService/ChangeRole": Audited(True, "worker", ("role", "epoch", "timeout")),
 }
 """The methods that change the cluster or look into what others have asked."""
 
