@@ -123,8 +123,11 @@ class OperationStep(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     BEGAN_AT_FIELD_NUMBER: _builtins.int
     DONE_AT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"ask", "leave", "end", "start" or "ready"; of a flip "ask", "drain" or "commit"."""
+    detail: _builtins.str
+    """What it waits for, if it is known; for people."""
     @_builtins.property
     def began_at(self) -> _timestamp_pb2.Timestamp:
         """When it began."""
@@ -139,10 +142,11 @@ class OperationStep(_message.Message):
         name: _builtins.str = ...,
         began_at: _timestamp_pb2.Timestamp | None = ...,
         done_at: _timestamp_pb2.Timestamp | None = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "done_at", b"done_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "done_at", b"done_at", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "detail", b"detail", "done_at", b"done_at", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
