@@ -12,7 +12,7 @@ ends afterwards comes back in the new one and the operation goes on.
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -45,8 +45,6 @@ _FINAL: Final = frozenset(
 """What a worker says that will not be otherwise a moment later."""
 
 log = get_logger(__name__)
-
-Phase: TypeAlias = "worker_pb2.RoleChangePhase.ValueType"
 
 
 def check_flip(
@@ -114,7 +112,7 @@ class FlipSteps:
 
     # --- the worker
 
-    async def _phase(self, operation: pb.Operation) -> Phase | None:
+    async def _phase(self, operation: pb.Operation) -> "worker_pb2.RoleChangePhase.ValueType | None":
         """What the worker says of it; None: that incarnation of it has ended. Raises FLIP_FAILED, and what is final of what the
         worker refuses with."""
         request = worker_pb2.ChangeRoleRequest(

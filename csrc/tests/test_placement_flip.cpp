@@ -72,7 +72,7 @@ TEST(Flip, KeepsItsPlaceInTheIndex) {
   for (int i = 0; i < 6 * 16; ++i) {
     prompt.push_back(static_cast<std::uint8_t>(i));
   }
-  cluster.core.index_stored("d1", 1, prompt);
+  cluster.core.index_stored("d1", 1, prompt, prefix::Tier::device, false);
   set_role(cluster, "d1", Role::decode, WorkerState::flipping);
   set_role(cluster, "d1", Role::prefill);
   std::vector<std::pair<const placement::Worker*, std::uint32_t>> holders;
