@@ -88,6 +88,8 @@ class Fleet:
         self._workers: dict[WorkerKey, _Worker] = {}
         # Whose calibration the core has. It gets it once: what it has learned since is worth more.
         self._calibrated: set[WorkerKey] = set()
+        # In which role the core has each.
+        self._told_role: dict[WorkerKey, pb.Role.ValueType] = {}
         self.breakers = Breakers(config.router, self._hold, self._has_spare)
 
     async def close(self) -> None:
@@ -274,9 +276,6 @@ class Fleet:
         log.info("worker_changed_role", worker=str(key), role=role, epoch=known.record.epoch)
         metrics.ROUTER_ROLE_CHANGES.labels(role).inc()
         self.breakers.pardon(key)
-        if known.record.role == pb.ROLE_DECODE:
-            # Its steps were those of prompts.
-            self._admission.seed_costs(key, known.record, ("step",))
         if known.differs and known.session.up:
             known.differs = False
             self._welcomed(key, known)
@@ -295,13 +294,19 @@ class Fleet:
         self._admission.upsert_worker(
             key, pool, _ROLES[record.role], _STATES.get(record.state, "starting"), record
         )
-        if key not in self._calibrated and self._admission.seed_costs(key, record):
-            self._calibrated.add(key)
+        if key not in self._calibrated:
+            if self._admission.seed_costs(key, record):
+                self._calibrated.add(key)
+        elif record.role == pb.ROLE_DECODE != self._told_role.get(key):
+            # What its steps took when they were those of prompts is forgotten.
+            self._admission.seed_costs(key, record, ("step",))
+        self._told_role[key] = record.role
         self._locality.follow(key, record)
 
     def _forget(self, key: WorkerKey) -> None:
         self._admission.remove_worker(key)
         self._calibrated.discard(key)
+        self._told_role.pop(key, None)
         self.breakers.forget(key)
         self._locality.drop(key)
         self._models.remove(key)

@@ -3,8 +3,9 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from tests.support.quiescence import inspect
 from tests.support.steps import prompt
 from tests.support.stores import launch
 from tests.support.tcp_proxy import TcpProxy
-from tests.support.waiting import until
-from twinpool.config import ClusterConfig
+from tests.support.waiting import until, until_told
+from twinpool import rpc
+from twinpool.config import ClusterConfig, RpcConfig
 from twinpool.store import connect_store
 from twinpool.v1 import control_pb2 as pb
-from twinpool.v1 import worker_pb2
+from twinpool.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -119,17 +121,12 @@ def failures(outcomes: list[Outcome]) -> list[str]:
 
 
 @asynccontextmanager
-async def held_at_work(pools: Pools, name: str) -> AsyncIterator[Callable[[], None]]:
-    """A worker that has got something to do and takes no step of it, until the end or the call of what is given. All that was
-    asked meanwhile is answered."""
+async def held_at_work(pools: Pools, name: str) -> AsyncIterator[None]:
+    """A worker that has got something to do and takes no step of it until the end. All that was asked meanwhile is answered."""
     fleet = pools.fleet
     seam = fleet.faults(name)
     seam._ask(do="steps", run=False)
     running: list[asyncio.Task[Outcome]] = []
-
-    def go_on() -> None:
-        if fleet.workers[name].process.poll() is None:
-            seam._ask(do="steps", run=True)
 
     async with fleet.client() as client:
         try:
@@ -138,9 +135,10 @@ async def held_at_work(pools: Pools, name: str) -> AsyncIterator[Callable[[], No
                     tokens = prompt(BLOCK + len(running), 820 + len(running))
                     running.append(asyncio.create_task(ask(client, fleet.oracle, tokens, 8)))
                     await asyncio.wait(running[-1:], timeout=0.2)
-            yield go_on
+            yield
         finally:
-            go_on()
+            if fleet.workers[name].process.poll() is None:
+                fleet.faults(name)._ask(do="steps", run=True)
         outcomes = await asyncio.gather(*running)
         assert failures(outcomes) == []
 
@@ -188,23 +186,32 @@ async def test_what_was_cached_in_the_one_role_is_hit_in_the_other(pools: Pools)
 
 
 async def test_an_answer_moves_off_a_worker_that_changes_its_role(pools: Pools) -> None:
-    flipping: list[asyncio.Task[tuple[dict[str, Any], pb.WorkerRecord]]] = []
+    """At once: the answers of a tiny model end while a command line starts."""
+    flipping: list[asyncio.Task[object]] = []
+    decoders = ("decode-0", "decode-1")
+    released = {name: pools.fleet.faults(name).count("to_owner:release") for name in decoders}
     moved = pools.fleet.router_metric("twinpool_router_migrations_total")
+
+    async def change(name: str) -> None:
+        record = pools.record(name)
+        request = worker_pb2.ChangeRoleRequest(
+            worker=record.worker, role=worker_pb2.ROLE_PREFILL, epoch=record.epoch
+        )
+        async with rpc.channel(record.endpoint, RpcConfig()) as channel:
+            await worker_pb2_grpc.WorkerServiceStub(channel).ChangeRole(request, timeout=60)
+        await until(lambda: pools.record(name).epoch == record.epoch + 1, WAIT_SECONDS)
+        assert pools.note(name).role == worker_pb2.ROLE_PREFILL
 
     def flip_after_five(outcome: Outcome) -> bool:
         if len(outcome.tokens) >= 5 and not flipping:
-            busy = [
-                name
-                for name in ("decode-0", "decode-1")
-                if pools.fleet.metric(name, "twinpool_worker_num_requests_running")
-            ]
-            flipping.extend(asyncio.create_task(pools.flip(name)) for name in busy[:1])
+            # The one that has taken a prompt over.
+            (name,) = (n for n in decoders if pools.fleet.faults(n).count("to_owner:release") > released[n])
+            flipping.append(asyncio.create_task(change(name)))
         return False
 
     async with pools.fleet.client() as client:
         outcome = await ask(client, pools.fleet.oracle, prompt(3 * BLOCK, 821), 290, leave=flip_after_five)
     assert len(outcome.tokens) == 290
-    assert flipping
     await flipping[0]
     assert pools.fleet.router_metric("twinpool_router_migrations_total") > moved
 
@@ -219,40 +226,52 @@ async def test_work_that_does_not_end_in_time_rolls_it_back(pools: Pools) -> Non
         assert operation["state"] == "failed"
         assert operation["error"].startswith("FLIP_FAILED")
         assert "what runs has not ended" in error
-        await until(lambda: pools.record(name).state == pb.WORKER_STATE_READY, WAIT_SECONDS)
-        after = pools.record(name)
-        assert (after.worker, after.role, after.epoch) == (before.worker, before.role, before.epoch + 1)
     # It is what it was, and can be another one later.
+    await until(lambda: pools.record(name).state == pb.WORKER_STATE_READY, WAIT_SECONDS)
+    after = pools.record(name)
+    assert (after.worker, after.role, after.epoch) == (before.worker, before.role, before.epoch + 1)
     await pools.fleet.router_sees()
     await pools.flip(name)
 
 
-@pytest.mark.parametrize("killed_at", ["ask", "drain"])
+@pytest.mark.parametrize("killed_at", ["drain", "commit"])
 async def test_the_next_control_process_goes_on(pools: Pools, killed_at: str) -> None:
+    """It is killed while the worker has work, or while the worker cannot tell etcd of its new role."""
     name = "decode-0"
-    async with held_at_work(pools, name) as go_on:
-        if killed_at == "ask":
-            # It cannot answer that it has begun.
-            pools.fleet.workers[name].process.send_signal(19)
+    async with held_at_work(pools, name):
         code, operation, error = await pools.control.run("flip", name, "--to", "prefill", "--yes")
         assert code == 0, error
         await until(
-            lambda: [step.name for step in recorded(pools.fleet, operation["id"]).steps][-1:] == [killed_at],
+            lambda: (
+                recorded(pools.fleet, operation["id"]).steps[-1:]
+                and recorded(pools.fleet, operation["id"]).steps[-1].name == "drain"
+            ),
             WAIT_SECONDS,
         )
+        if killed_at == "commit":
+            pools.proxy.cut()
+        else:
+            pools.control.kill()
+    if killed_at == "commit":
+        await until_told(partial(waits_in, pools, "commit"), WAIT_SECONDS)
         pools.control.kill()
-        if killed_at == "ask":
-            pools.fleet.workers[name].process.send_signal(18)
-        go_on()
-        pools.control.start()
-        await until(
-            lambda: recorded(pools.fleet, operation["id"]).state != pb.OPERATION_STATE_RUNNING, WAIT_SECONDS
-        )
+        pools.proxy.heal()
+    pools.control.start()
+    await until(
+        lambda: recorded(pools.fleet, operation["id"]).state != pb.OPERATION_STATE_RUNNING, WAIT_SECONDS
+    )
     found = recorded(pools.fleet, operation["id"])
     assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
     assert [step.name for step in found.steps] == ["ask", "drain", "commit"]
     assert pools.note(name).role == worker_pb2.ROLE_PREFILL
     await pools.control.serving()
+
+
+async def waits_in(pools: Pools, step: str) -> bool:
+    """Whether the newest operation is in this step and says what it waits for."""
+    code, found, error = await pools.control.run("get", "operations")
+    assert code == 0, error
+    return bool(found[0]["step"] == step and found[0]["waits_for"])
 
 
 async def test_a_worker_that_is_killed_before_it_counts_comes_back_as_it_was(pools: Pools) -> None:
@@ -309,10 +328,8 @@ async def test_etcd_away_during_a_flip_is_waited_for(pools: Pools) -> None:
             pools.proxy.cut()
         # It is free now, and cannot tell anybody.
         await load.more(3)
-        code, found, error = await pools.control.run("get", "operations")
-        assert code == 0, error
-        assert found[0]["state"] == "running"
-        assert found[0]["waits_for"]
+        await until_told(partial(waits_in, pools, "commit"), WAIT_SECONDS)
+        await load.more(3)
         pools.proxy.heal()
         await until(
             lambda: recorded(pools.fleet, operation["id"]).state != pb.OPERATION_STATE_RUNNING, WAIT_SECONDS

@@ -179,7 +179,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if request.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
             raise TwinpoolError("INVALID_ARGUMENT", f"role: {request.role} is neither prefill nor decode")
         answer = self._on_change_role(request.role, request.epoch, _timeout(request))
-        answer.attempts = await self._on_step_thread(lambda: self._loop.role.attempts)
+        # As of now, whatever the step thread does: one that stands still must not keep this answer back.
+        answer.attempts = self._loop.role.attempts
         return answer
 
     async def TakePrefixes(
