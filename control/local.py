@@ -192,12 +192,9 @@ class LocalCluster:
                 await asyncio.sleep(SERVING_POLL_SECONDS)
 
     def _complete(self, models: list[pb.Model]) -> bool:
-        return any(
-            model.ready
-            and model.prefill_workers >= self.pools.count("prefill")
-            and model.decode_workers >= self.pools.count("decode")
-            for model in models
-        )
+        # Which role each has is the workers' matter: it may be another one than at their first start.
+        wanted = len(self.pools.names)
+        return any(model.ready and model.prefill_workers + model.decode_workers >= wanted for model in models)
 
     def _check_routers(self) -> None:
         for index, process in enumerate(self._routers):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on workers: drain one for good, or restart it. Each lies in etcd with its steps, so a control process that starts
-anew goes on where the last one was.
+"""Operations on workers: drain one for good, restart it, or give it the other role (``flips``). Each lies in etcd with its steps,
+so a control process that starts anew goes on where the last one was.
 
     ask    the worker is told to leave (WorkerService.Drain)
     leave  its registration is gone: what ran there has finished, moved or been pulled
@@ -15,22 +15,20 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Final, Protocol
+from functools import partial
+from typing import Final, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.flips import ROLES, FlipSteps, check_flip
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError, as_twinpool_error, from_rpc_error
 from twinpool.logs import get_logger
 from twinpool.store import Keys, Store
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
-
-DRAIN: Final = ("ask", "leave", "end")
-RESTART: Final = (*DRAIN, "start", "ready")
-ROLES: Final = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 LEAVE_SECONDS: Final = 45.0
 """What a worker's leave takes at most beyond the time for its requests: offers, the linger, the end of its threads."""
@@ -43,6 +41,9 @@ CALL_SECONDS: Final = 10.0
 
 KEPT: Final = 64
 """Ended operations that are kept, beside those that say that a worker was drained for good."""
+
+Steps: TypeAlias = dict[str, Callable[[pb.Operation], Awaitable[None]]]
+"""What is done, in its order, by the names that a record has for it."""
 
 log = get_logger(__name__)
 
@@ -84,27 +85,47 @@ class Operations:
         self._view = view
         self._pools = pools
         self._connect = connect
+        flips = FlipSteps(store, config, view, connect)
+        drain: Steps = {"ask": self._ask, "leave": self._leave, "end": self._end}
+        self._steps: dict[int, Steps] = {
+            pb.OPERATION_KIND_DRAIN: drain,
+            pb.OPERATION_KIND_RESTART: drain | {"start": self._start, "ready": self._ready},
+            pb.OPERATION_KIND_FLIP: {"ask": flips.ask, "drain": flips.drain, "commit": flips.commit},
+        }
+        # What is asked at the same time is judged one after the other.
+        self._beginning = asyncio.Lock()
         self._known: dict[str, pb.Operation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     # --- what operators ask
 
     async def begin(
-        self, kind: "pb.OperationKind.ValueType", worker: str, seconds: float | None
+        self,
+        kind: "pb.OperationKind.ValueType",
+        worker: str,
+        seconds: float | None,
+        role: "worker_pb2.Role.ValueType" = worker_pb2.ROLE_UNSPECIFIED,
+        *,
+        force: bool = False,
     ) -> pb.Operation:
-        """Records an operation and begins it. Asked again for the same while it runs, returns that one.
+        """Records an operation and begins it. Asked again for the same while it runs, returns that one. ``role``: of a flip, the
+        one that the worker is to have; ``force``: also if no other worker is left in its own.
 
-        Raises WORKER_NOT_FOUND, OPERATION_RUNNING if another one of the worker runs, or STORE_UNAVAILABLE.
+        Raises WORKER_NOT_FOUND, OPERATION_RUNNING if another one of the worker runs, or STORE_UNAVAILABLE; of a flip what
+        ``check_flip`` raises.
         """
-        running = next((op for op in self._of(worker) if op.state == pb.OPERATION_STATE_RUNNING), None)
-        if running is not None:
-            if running.kind == kind:
-                return running
-            raise TwinpoolError("OPERATION_RUNNING", f"{running.id} of {worker} is under way")
-        operation = self._make(kind, worker, seconds)
-        await self._put(operation)
-        self._known[operation.id] = operation
-        self._spawn(operation)
+        async with self._beginning:
+            running = next((op for op in self._of(worker) if op.state == pb.OPERATION_STATE_RUNNING), None)
+            if running is not None:
+                if (running.kind, running.target_role) == (kind, role):
+                    return running
+                raise TwinpoolError("OPERATION_RUNNING", f"{running.id} of {worker} is under way")
+            operation = self._make(kind, worker, seconds)
+            if kind == pb.OPERATION_KIND_FLIP:
+                self._aim(operation, role, force)
+            await self._put(operation)
+            self._known[operation.id] = operation
+            self._spawn(operation)
         await self._tidy(worker)
         return operation
 
@@ -177,20 +198,22 @@ class Operations:
         operation.created_at.GetCurrentTime()
         return operation
 
+    def _aim(self, operation: pb.Operation, role: "worker_pb2.Role.ValueType", force: bool) -> None:
+        """Completes a flip. Raises what ``check_flip`` raises."""
+        busy = {op.worker.name for op in self._known.values() if op.state == pb.OPERATION_STATE_RUNNING}
+        workers = self._view.workers()
+        others = [record for record in workers if record.worker.name not in busy]
+        record = next(record for record in workers if record.worker == operation.worker)
+        check_flip(record, role, others, force=force)
+        operation.target_role, operation.epoch = role, record.epoch
+
     def _spawn(self, operation: pb.Operation) -> None:
         self._tasks[operation.id] = asyncio.create_task(self._run(operation), name=operation.id)
 
     async def _run(self, operation: pb.Operation) -> None:
         """Never raises but for its cancellation, after which the operation is as it was."""
-        do: dict[str, Callable[[pb.Operation], Awaitable[None]]] = {
-            "ask": self._ask,
-            "leave": self._leave,
-            "end": self._end,
-            "start": self._start,
-            "ready": self._ready,
-        }
         try:
-            for name in RESTART if operation.kind == pb.OPERATION_KIND_RESTART else DRAIN:
+            for name, do in self._steps[operation.kind].items():
                 step = next((step for step in operation.steps if step.name == name), None)
                 if step is not None and step.HasField("done_at"):
                     continue
@@ -198,7 +221,8 @@ class Operations:
                     step = operation.steps.add(name=name)
                     step.began_at.GetCurrentTime()
                     await self._record(operation)
-                await do[name](operation)
+                await do(operation)
+                step.detail = ""
                 step.done_at.GetCurrentTime()
                 log.info("operation_step", operation=operation.id, step=name)
             operation.state = pb.OPERATION_STATE_SUCCEEDED
@@ -236,7 +260,11 @@ class Operations:
             await self._view.changed(RETRY_SECONDS)
 
     async def _end(self, operation: pb.Operation) -> None:
+        """Whoever starts a worker of that name again, after it was drained for good, says in which role."""
         await self._pools.retire(operation.worker.name)
+        if operation.kind == pb.OPERATION_KIND_DRAIN:
+            key = self._keys.role(operation.pool, operation.worker.name)
+            await self._patiently(operation, partial(self._store.delete, key))
 
     async def _start(self, operation: pb.Operation) -> None:
         role = ROLES.get(operation.role)
@@ -279,11 +307,19 @@ class Operations:
 
     async def _record(self, operation: pb.Operation) -> None:
         """As ``_put``, however long etcd is away."""
+        key, value = self._keys.operation(operation.id), operation.SerializeToString()
+        await self._patiently(operation, partial(self._store.put, key, value))
+
+    async def _patiently(self, operation: pb.Operation, write: Callable[[], object]) -> None:
+        """Writes to etcd, however long it is away."""
         while True:
             try:
-                return await self._put(operation)
+                await asyncio.to_thread(write)
+                return
             except TwinpoolError as error:
                 log.warning("operation_not_recorded", operation=operation.id, reason=error.reason)
+                if operation.steps:
+                    operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _tidy(self, worker: str) -> None:

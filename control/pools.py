@@ -48,10 +48,6 @@ class RayPools:
         """Names of the workers."""
         return sorted(self._actors)
 
-    def count(self, role: str) -> int:
-        """Workers of a role."""
-        return sum(name.startswith(f"{self._config.worker.pool}-{role}-") for name in self._actors)
-
     async def start(self) -> None:
         """Joins the configured Ray cluster or starts a local one."""
         await self._run(self._init)
@@ -96,7 +92,7 @@ class RayPools:
 
     async def launch(self, without: frozenset[str] = frozenset()) -> None:
         """Creates the actors, but for those of the names ``without``; returns once all are on their way. Readiness shows in the
-        store."""
+        store. A worker's name says in which role it begins; one that has changed it begins in the one that it had last."""
         pools = self._config.pools
         for role, count in zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True):
             for index in range(count):

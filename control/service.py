@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -17,6 +17,10 @@ from twinpool.v1 import control_pb2, control_pb2_grpc
 SERVICE = "twinpool.v1.ControlService"
 STOP_GRACE_SECONDS = 1.0
 TIMEOUT_SECONDS_MAX = 86400.0
+
+Timed: TypeAlias = (
+    control_pb2.DrainWorkerRequest | control_pb2.RestartWorkerRequest | control_pb2.FlipWorkerRequest
+)
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
@@ -54,6 +58,18 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         operation = await self._operations.begin(kind, request.worker, _seconds(request))
         return control_pb2.RestartWorkerResponse(operation=operation)
 
+    async def FlipWorker(
+        self,
+        request: control_pb2.FlipWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.FlipWorkerResponse:
+        """See ``Operations.begin``."""
+        kind, seconds = control_pb2.OPERATION_KIND_FLIP, _seconds(request)
+        operation = await self._operations.begin(
+            kind, request.worker, seconds, request.role, force=request.force
+        )
+        return control_pb2.FlipWorkerResponse(operation=operation)
+
     async def GetOperation(
         self,
         request: control_pb2.GetOperationRequest,
@@ -71,7 +87,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ListOperationsResponse(operations=self._operations.all())
 
 
-def _seconds(request: control_pb2.DrainWorkerRequest | control_pb2.RestartWorkerRequest) -> float | None:
+def _seconds(request: Timed) -> float | None:
     """The timeout that was asked for. Raises INVALID_ARGUMENT."""
     if not request.HasField("timeout"):
         return None

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 
 from twinpool.decode_worker.attempt import DecodeAttempt
-from twinpool.v1.resume_pb2 import PortableRequest, PortableState
 from twinpool.v1.worker_pb2 import FirstToken
 from twinpool.worker.kept import KeptAnswers
 
@@ -42,23 +41,6 @@ def keep(attempt: DecodeAttempt, answers: KeptAnswers) -> None:
         rows[index] = output
     asked = len(work.prompt) - work.draw.drawn
     answers.keep(work.portable, work.prompt.tokens[:asked], rows, attempt.deadline)
-
-
-def means(portable: PortableRequest, stream_id: str, key: bytes) -> bool:
-    """Whether an answer is the one that is asked for, by its stream or else by its key."""
-    return portable.stream_id == stream_id if stream_id else bool(key) and portable.key == key
-
-
-def told(
-    answers: KeptAnswers, stream_id: str, key: bytes, digest: bytes, forget: bool
-) -> PortableState | None:
-    """What another router hears of an answer that is kept."""
-    state = answers.find(stream_id, key)
-    if state is not None and forget:
-        answers.forget(state.request.stream_id)
-    elif state is not None and not stream_id and state.request.digest != digest:
-        return PortableState(request=state.request)
-    return state
 
 
 def _earlier(attempt: DecodeAttempt) -> list[int]:

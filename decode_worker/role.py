@@ -21,8 +21,7 @@ from twinpool.decode_worker.attempt import Choice, DecodeAttempt
 from twinpool.decode_worker.local import LocalPrefills
 from twinpool.decode_worker.output import StepOutput, handoff_done, prefill_done
 from twinpool.engine.runner import SequenceDraw, StepResult
-from twinpool.ids import WorkerKey
-from twinpool.transfer.base import AttemptKey, PeerDescriptor
+from twinpool.transfer.base import PeerDescriptor
 from twinpool.transfer.fence import HandoffFailure
 from twinpool.transfer.session import PullSession, PullStats
 from twinpool.transfer.ticket import PromptShape
@@ -30,6 +29,7 @@ from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.resume_pb2 import PortableState
 from twinpool.worker.commands import CommandError, DecodeWork, Reason
 from twinpool.worker.first_tokens import first_tokens
+from twinpool.worker.kept import means
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.quarantine import PullQuarantine
 from twinpool.worker.role_base import RoleBase, ending
@@ -45,13 +45,11 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def __init__(self, parts: WorkerParts) -> None:
         super().__init__(parts)
-        self._open_owners: set[WorkerKey] = set()
         self._choices: dict[int, Choice] = {}
         self._starting: dict[DecodeAttempt, None] = {}
         self._quarantine = PullQuarantine(parts.blocks)
         self._local = LocalPrefills(parts.scheduler, parts.blocks, parts.limits)
         self._stuck = False
-        self._kept = parts.kept
 
     @property
     def role(self) -> pb.Role.ValueType:
@@ -136,17 +134,10 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
 
     def on_owner_opened(self, owner: PeerDescriptor) -> None:
         """See RoleHandler."""
-        self._open_owners.add(owner.worker)
+        super().on_owner_opened(owner)
         for attempt in self._attempts:
             if attempt.work.owner == owner.worker and attempt.pull is not None:
                 self._tell_reserved(attempt)
-
-    def on_owner_lost(
-        self, owner: WorkerKey, expected: list[AttemptKey], reason: Reason, detail: str
-    ) -> None:
-        """See RoleHandler."""
-        self._open_owners.discard(owner)
-        super().on_owner_lost(owner, expected, reason, detail)
 
     def on_ready(self, session: PullSession, first_tokens: Sequence[pb.FirstToken]) -> None:
         """All KV of the prompt is here and proven."""
@@ -332,7 +323,6 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
     def on_clock(self, now: float) -> None:
         """See RoleHandler."""
         super().on_clock(now)
-        self._kept.tick(now)
         if self._starting:
             self._retry_starts()
 
@@ -344,12 +334,12 @@ class DecodeRole(RoleBase[DecodeAttempt, DecodeWork]):
         """See RoleHandler."""
         for attempt in self._attempts:
             portable = attempt.work.portable
-            if portable is None or not kept.means(portable, stream_id, key):
+            if portable is None or not means(portable, stream_id, key):
                 continue
             if not stream_id and not forget and portable.digest != digest:
                 return PortableState(request=portable)
             self._fail(attempt, pb.FAILURE_REASON_TAKEN_OVER, "another router goes on with the answer")
-        return kept.told(self._kept, stream_id, key, digest, forget)
+        return super().take_over(stream_id, key, digest, forget)
 
     def _forget(self, attempt: DecodeAttempt) -> None:
         attempt.forgotten = True

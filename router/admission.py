@@ -8,7 +8,7 @@ moment a pair is chosen.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 from twinpool import metrics
@@ -165,11 +165,17 @@ class Admission:
         )
         self.kick()
 
-    def seed_costs(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> bool:
+    def seed_costs(
+        self,
+        key: WorkerKey,
+        record: control_pb2.WorkerRecord,
+        kinds: Collection[str] = ("prefill", "step"),
+    ) -> bool:
         """Lets the core predict with what the worker measured at its start, until it has learned more. What it has learned
-        is forgotten. False: the record has no usable measurement, and the core's own guesses stay."""
+        of these ``kinds`` is forgotten. False: the record has no usable measurement, and the core's own guesses stay."""
         seeded = False
-        for kind, cost in (("prefill", record.prefill_cost), ("step", record.step_cost)):
+        costs = {"prefill": record.prefill_cost, "step": record.step_cost}
+        for kind, cost in ((kind, costs[kind]) for kind in kinds):
             coefficients = (cost.base_seconds, cost.unit_seconds, cost.context_seconds)
             if not any(coefficients):
                 continue

@@ -107,6 +107,12 @@ class Breakers:
         if (state is BreakerState.HALF_OPEN or enough) and self._replaceable(key):
             self._open(key, found)
 
+    def pardon(self, key: WorkerKey) -> None:
+        """What the worker failed is forgotten: it has another role."""
+        found = self._breakers.pop(key, None)
+        if found is not None and found.until is not None:
+            self._hold(key, 0.0, False)
+
     def forget(self, key: WorkerKey) -> None:
         """The worker is gone."""
         self._breakers.pop(key, None)

@@ -3,14 +3,14 @@
 
     submit -> placed -> decode reserves -> prefill -> first token -> hand-off -> decode -> finish
 
-Each hop is one event of the core's state machine, one histogram and one entry of the answer's timings (``timing``).
-Workers' messages come as calls to ``Attempt`` and are applied at once; the client's own coroutine (``Lifecycle.run``)
-only takes what is ready and writes it, so a slow client slows nobody else.
+Each hop is one event of the core's state machine, one histogram and one entry of the answer's timings (``timing``). Workers' messages come
+as calls to ``Attempt`` and are applied at once; the client's own coroutine (``Lifecycle.run``) only takes what is ready and writes it, so
+a slow client slows nobody else.
 
-The two legs of an attempt share one fate. The first failure is told to the state machine, which decides whether the request
-is placed anew; an answer goes on behind the tokens that its client has (``resume``). The next attempt starts when both
-workers have acknowledged that they hold nothing, or the wait for that ran out. A decode worker that computes the prompt
-itself says what both would have said, on the one leg that there is then.
+The two legs of an attempt share one fate. The first failure is told to the state machine, which decides whether the request is placed
+anew; an answer goes on behind the tokens that its client has (``resume``). The next attempt starts when both workers have acknowledged
+that they hold nothing, or the wait for that ran out. A decode worker that computes the prompt itself says what both would have said, on
+the one leg that there is then.
 """
 
 import asyncio
@@ -166,11 +166,11 @@ class Attempt:
             self.fail(found(error))
 
     def _send(self, key: WorkerKey, message: worker.SessionRequest) -> None:
-        session = self._request.hops.fleet.session(key)
-        if session is None:
+        leg = self._request.hops.fleet.start_leg(key, (self._id.request_id, self.number), message, self)
+        if leg is None:
             self._lose(key, "it is gone")
         else:
-            self._legs[key] = session.start_leg((self._id.request_id, self.number), message, self)
+            self._legs[key] = leg
 
     # --- the other ends -------------------------------------------------------------------
 

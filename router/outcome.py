@@ -88,6 +88,7 @@ _COSTLY: Final = frozenset({"INTERNAL"}) | _BETWEEN
 _REASONS: Final[dict[int, str]] = {
     pb.FAILURE_REASON_NO_CAPACITY: "NO_CAPACITY",
     pb.FAILURE_REASON_NOT_SERVING: "NO_CAPACITY",
+    pb.FAILURE_REASON_STALE_EPOCH: "NO_CAPACITY",
     pb.FAILURE_REASON_FENCED: "KV_FENCED",
     pb.FAILURE_REASON_TRANSFER: "TRANSFER_FAILED",
     pb.FAILURE_REASON_PEER_LOST: "WORKER_LOST",
@@ -99,8 +100,11 @@ _REASONS: Final[dict[int, str]] = {
     pb.FAILURE_REASON_TAKEN_OVER: "STREAM_SUPERSEDED",
 }
 
-# As the core calls a reason that it has no row for: no other placement would help.
-_CORE_NAMES: Final[dict[int, str]] = {pb.FAILURE_REASON_TAKEN_OVER: "INVALID"}
+# As the core calls reasons that it has no row for: no other placement would help; nothing ran there.
+_CORE_NAMES: Final[dict[int, str]] = {
+    pb.FAILURE_REASON_TAKEN_OVER: "INVALID",
+    pb.FAILURE_REASON_STALE_EPOCH: "NOT_SERVING",
+}
 
 
 def said_by(message: pb.AttemptFailed, key: WorkerKey, side: str, *, reserving: bool) -> Outcome:

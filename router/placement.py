@@ -24,7 +24,7 @@ from twinpool.logs import get_logger
 from twinpool.router.admission import Admission
 from twinpool.router.background import Background
 from twinpool.router.breaker import Breakers
-from twinpool.router.dispatch import WorkerSession
+from twinpool.router.dispatch import Leg, LegEvents, LegId, WorkerSession
 from twinpool.router.locality import Locality
 from twinpool.router.models import ModelTable, group_id
 from twinpool.router.request import group_label
@@ -53,6 +53,8 @@ class _Worker:
     # No longer registered; its stream stays until what runs on it has ended.
     retired: bool = False
     broken_at: float | None = None
+    # It says that it has another role than its record, which is about to change.
+    differs: bool = False
     report: pb.LoadReport | None = None
     reported_at: float = 0.0
     leaving_since: float | None = None
@@ -86,6 +88,8 @@ class Fleet:
         self._workers: dict[WorkerKey, _Worker] = {}
         # Whose calibration the core has. It gets it once: what it has learned since is worth more.
         self._calibrated: set[WorkerKey] = set()
+        # In which role the core has each.
+        self._told_role: dict[WorkerKey, pb.Role.ValueType] = {}
         self.breakers = Breakers(config.router, self._hold, self._has_spare)
 
     async def close(self) -> None:
@@ -114,6 +118,7 @@ class Fleet:
         if record.state == control_pb2.WORKER_STATE_READY != known.record.state:
             # It may have been out of reach until now.
             known.session.retry_now()
+        flipped = record.role != known.record.role
         known.record, known.retired = record, False
         if not known.leaves:
             known.leaving_since = None
@@ -122,6 +127,8 @@ class Fleet:
         self._models.upsert(key, record)
         if known.session.up:
             self._tell_core(key, record)
+        if flipped:
+            self._changed_role(key, known)
         self._count()
 
     def remove(self, record: control_pb2.WorkerRecord) -> None:
@@ -149,9 +156,20 @@ class Fleet:
         return self._admission.core
 
     def session(self, key: WorkerKey) -> WorkerSession | None:
-        """The stream to a worker that placement chose; None if it is gone meanwhile."""
+        """The stream to a worker; None if it is gone."""
         known = self._workers.get(key)
         return known.session if known is not None else None
+
+    def start_leg(
+        self, key: WorkerKey, leg_id: LegId, command: pb.SessionRequest, events: LegEvents
+    ) -> Leg | None:
+        """Sends a prefill or decode command to a worker that placement chose, with the epoch in which the worker has the role that it
+        is meant for, as far as is known; None if the worker is gone meanwhile."""
+        known = self._workers.get(key)
+        if known is None:
+            return None
+        (command.prefill if command.HasField("prefill") else command.decode).epoch = known.record.epoch
+        return known.session.start_leg(leg_id, command, events)
 
     def record(self, key: WorkerKey) -> control_pb2.WorkerRecord | None:
         """What the worker registered."""
@@ -163,9 +181,12 @@ class Fleet:
         return [known.record for known in self._workers.values() if not known.retired]
 
     def decode_endpoints(self) -> list[str]:
-        """Where the decode workers listen, those that leave and those that cannot be reached included."""
+        """Where those listen that may know of answers: decode workers and those that may have been one, also if they leave or cannot
+        be reached."""
         return [
-            known.record.endpoint for known in self._workers.values() if known.record.role == pb.ROLE_DECODE
+            known.record.endpoint
+            for known in self._workers.values()
+            if known.record.role == pb.ROLE_DECODE or known.record.epoch > 1
         ]
 
     def reported(self, key: WorkerKey) -> tuple[float, pb.LoadReport] | None:
@@ -208,15 +229,19 @@ class Fleet:
         known = self._workers.get(session.key)
         if known is None or known.retired:
             return
-        if role != known.record.role:
+        known.differs = role != known.record.role
+        if known.differs:
             log.warning("worker_role_differs", worker=str(session.key), role=_ROLES.get(role, "unknown"))
-            return
-        self._tell_core(session.key, known.record)
+        else:
+            self._welcomed(session.key, known)
+
+    def _welcomed(self, key: WorkerKey, known: _Worker) -> None:
+        self._tell_core(key, known.record)
         # One that came back at once may break again at once: it waits out its quarantine.
         since = time.monotonic() - known.broken_at if known.broken_at is not None else math.inf
         left = max(0.0, self._config.router.quarantine_seconds - since)
-        held = self.breakers.hold_seconds(session.key)
-        self._admission.quarantine(session.key, max(left, held or 0.0), held is not None)
+        held = self.breakers.hold_seconds(key)
+        self._admission.quarantine(key, max(left, held or 0.0), held is not None)
         self._count()
 
     def session_down(self, session: WorkerSession, cause: str) -> None:
@@ -245,6 +270,16 @@ class Fleet:
 
     # --- inside ---------------------------------------------------------------------------
 
+    def _changed_role(self, key: WorkerKey, known: _Worker) -> None:
+        """What it failed in the other role says nothing of this one; what it has cached is as it was."""
+        role = _ROLES[known.record.role]
+        log.info("worker_changed_role", worker=str(key), role=role, epoch=known.record.epoch)
+        metrics.ROUTER_ROLE_CHANGES.labels(role).inc()
+        self.breakers.pardon(key)
+        if known.differs and known.session.up:
+            known.differs = False
+            self._welcomed(key, known)
+
     def _hold(self, key: WorkerKey, seconds: float, probation: bool) -> None:
         known = self._workers.get(key)
         # One whose stream is down is in quarantine until it is welcomed, and then what its breaker says.
@@ -259,13 +294,19 @@ class Fleet:
         self._admission.upsert_worker(
             key, pool, _ROLES[record.role], _STATES.get(record.state, "starting"), record
         )
-        if key not in self._calibrated and self._admission.seed_costs(key, record):
-            self._calibrated.add(key)
+        if key not in self._calibrated:
+            if self._admission.seed_costs(key, record):
+                self._calibrated.add(key)
+        elif record.role == pb.ROLE_DECODE != self._told_role.get(key):
+            # What its steps took when they were those of prompts is forgotten.
+            self._admission.seed_costs(key, record, ("step",))
+        self._told_role[key] = record.role
         self._locality.follow(key, record)
 
     def _forget(self, key: WorkerKey) -> None:
         self._admission.remove_worker(key)
         self._calibrated.discard(key)
+        self._told_role.pop(key, None)
         self.breakers.forget(key)
         self._locality.drop(key)
         self._models.remove(key)

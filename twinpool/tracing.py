@@ -103,6 +103,20 @@ def setup(config: TracingConfig, component: str, name: str) -> None:
     the packages are missing."""
     if not config.endpoint or _state.provider is not None:
         return
+    use(_provider(config, component, name))
+    log.info("tracing", endpoint=config.endpoint, sample_ratio=config.sample_ratio)
+
+
+def rename(config: TracingConfig, component: str, name: str) -> None:
+    """The process goes on as another component. Spans that run end under the former one; those that have ended are exported,
+    which may take seconds: not for an event loop."""
+    before = _state.provider
+    if before is not None:
+        use(_provider(config, component, name))
+        _end(before)
+
+
+def _provider(config: TracingConfig, component: str, name: str) -> TracerProvider:
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -120,8 +134,7 @@ def setup(config: TracingConfig, component: str, name: str) -> None:
     )
     exporter = OTLPSpanExporter(endpoint=config.endpoint, insecure=not config.endpoint.startswith("https://"))
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    use(provider)
-    log.info("tracing", endpoint=config.endpoint, sample_ratio=config.sample_ratio)
+    return provider
 
 
 def use(provider: TracerProvider | None) -> None:
@@ -136,8 +149,12 @@ def shutdown() -> None:
     provider = _state.provider
     use(None)
     if provider is not None:
-        provider.force_flush(_FLUSH_MILLISECONDS)
-        provider.shutdown()
+        _end(provider)
+
+
+def _end(provider: TracerProvider) -> None:
+    provider.force_flush(_FLUSH_MILLISECONDS)
+    provider.shutdown()
 
 
 def start(

@@ -4,10 +4,12 @@
 import asyncio
 import sys
 import time
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeAlias
 
 import grpc
 import typer
+from google.protobuf.duration_pb2 import Duration
 
 from twinpool.control.cli.output import (
     EXIT_FAILED,
@@ -26,6 +28,7 @@ from twinpool.control.cli.target import (
     control_endpoint,
     run_command,
 )
+from twinpool.control.flips import ROLES
 from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
@@ -34,7 +37,10 @@ POLL_SECONDS = 0.1
 CALL_SECONDS = 10.0
 # Longest wait for a control process that does not answer, which may be restarting.
 SILENCE_SECONDS = 60.0
-COLUMNS = ["id", "kind", "worker", "state", "step", "seconds", "error"]
+COLUMNS = ["id", "kind", "worker", "to", "state", "step", "seconds", "error"]
+
+Ask: TypeAlias = Callable[["control_pb2_grpc.ControlServiceAsyncStub"], Awaitable[pb.Operation]]
+"""Begins an operation."""
 
 WorkerArgument = Annotated[str, typer.Argument(help="Name of the worker; see `twinpool get workers`.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return only when it is done; 1 if it failed.")]
@@ -61,9 +67,13 @@ def drain(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Take a worker out for good. Nothing fails: what runs there finishes or moves, and others take its cached prefixes."""
-    _confirm(f"Take {worker} out for good?", yes)
-    endpoint = control_endpoint(cluster, control)
-    _operate(endpoint, pb.OPERATION_KIND_DRAIN, worker, wait, timeout, output)
+    confirm(f"Take {worker} out for good?", yes)
+    request = pb.DrainWorkerRequest(worker=worker, timeout=duration_of(timeout))
+
+    async def ask(stub: "control_pb2_grpc.ControlServiceAsyncStub") -> pb.Operation:
+        return (await stub.DrainWorker(request, timeout=CALL_SECONDS)).operation
+
+    operate(control_endpoint(cluster, control), ask, wait, output)
 
 
 def restart(
@@ -76,15 +86,19 @@ def restart(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Drain a worker, then start another one under its name. Brings back one that was drained for good, too."""
-    _confirm(f"Restart {worker}?", yes)
-    endpoint = control_endpoint(cluster, control)
-    _operate(endpoint, pb.OPERATION_KIND_RESTART, worker, wait, timeout, output)
+    confirm(f"Restart {worker}?", yes)
+    request = pb.RestartWorkerRequest(worker=worker, timeout=duration_of(timeout))
+
+    async def ask(stub: "control_pb2_grpc.ControlServiceAsyncStub") -> pb.Operation:
+        return (await stub.RestartWorker(request, timeout=CALL_SECONDS)).operation
+
+    operate(control_endpoint(cluster, control), ask, wait, output)
 
 
 def operations(
     cluster: ClusterOption = "local", control: ControlOption = "", output: FormatOption = Format.TABLE
 ) -> None:
-    """List drains and restarts, the newest first."""
+    """List drains, restarts and flips, the newest first."""
 
     async def ask() -> list[pb.Operation]:
         async with control_channel(control_endpoint(cluster, control)) as connection:
@@ -109,15 +123,18 @@ def row_of(operation: pb.Operation) -> dict[str, object]:
         "kind": pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower(),
         "worker": operation.worker.name,
         "incarnation": f"{operation.worker.incarnation:016x}",
+        "to": ROLES.get(operation.target_role, ""),
         "state": pb.OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower(),
         "step": steps[-1].name if steps else "",
         "seconds": round((ended - began) / 1e9, 3),
+        "waits_for": steps[-1].detail if steps and running else "",
         "error": operation.error,
         "successor": f"{operation.successor.incarnation:016x}" if operation.HasField("successor") else "",
     }
 
 
-def _confirm(question: str, yes: bool) -> None:
+def confirm(question: str, yes: bool) -> None:
+    """Asks, unless ``yes``; ends the command if the answer is no or there is nobody to ask."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -126,15 +143,9 @@ def _confirm(question: str, yes: bool) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _operate(
-    endpoint: str,
-    kind: "pb.OperationKind.ValueType",
-    worker: str,
-    wait: bool,
-    timeout: float | None,
-    output: Format,
-) -> None:
-    operation = run_command(_run(endpoint, kind, worker, wait, timeout))
+def operate(endpoint: str, ask: Ask, wait: bool, output: Format) -> None:
+    """Begins an operation, waits for its end if that is wanted, and prints it. Ends the command with 1 if it has failed."""
+    operation = run_command(_run(endpoint, ask, wait))
     row = row_of(operation)
     if output is Format.TABLE:
         emit_rows([row], COLUMNS, output)
@@ -146,20 +157,11 @@ def _operate(
         raise fail(operation.error, EXIT_FAILED)
 
 
-async def _run(
-    endpoint: str, kind: "pb.OperationKind.ValueType", worker: str, wait: bool, timeout: float | None
-) -> pb.Operation:
+async def _run(endpoint: str, ask: Ask, wait: bool) -> pb.Operation:
     async with control_channel(endpoint) as connection:
         stub = control_pb2_grpc.ControlServiceStub(connection)
         try:
-            if kind == pb.OPERATION_KIND_DRAIN:
-                asked = pb.DrainWorkerRequest(worker=worker)
-                _set(asked, timeout)
-                operation = (await stub.DrainWorker(asked, timeout=CALL_SECONDS)).operation
-            else:
-                wanted = pb.RestartWorkerRequest(worker=worker)
-                _set(wanted, timeout)
-                operation = (await stub.RestartWorker(wanted, timeout=CALL_SECONDS)).operation
+            operation = await ask(stub)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         if wait:
@@ -180,9 +182,9 @@ async def _ended(stub: "control_pb2_grpc.ControlServiceAsyncStub", operation: pb
             known = from_rpc_error(error)
             if not _passing(known) or time.monotonic() - heard_at > SILENCE_SECONDS:
                 raise known from error
-        name = operation.steps[-1].name if operation.steps else ""
-        if name != step:
-            step = name
+        shown = _shown(operation)
+        if shown != step:
+            step = shown
             err.print(f"{operation.worker.name}: {step}")
     return operation
 
@@ -191,6 +193,17 @@ def _passing(error: TwinpoolError) -> bool:
     return error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-def _set(request: pb.DrainWorkerRequest | pb.RestartWorkerRequest, timeout: float | None) -> None:
-    if timeout is not None:
-        request.timeout.FromNanoseconds(int(timeout * 1e9))
+def _shown(operation: pb.Operation) -> str:
+    if not operation.steps:
+        return ""
+    step = operation.steps[-1]
+    return f"{step.name} ({step.detail})" if step.detail else step.name
+
+
+def duration_of(seconds: float | None) -> Duration | None:
+    """What a request says; None: nothing."""
+    if seconds is None:
+        return None
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message

@@ -13,6 +13,7 @@ from twinpool.control.cli import config, core, get, model, serve
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
 from twinpool.control.cli.drain import drain, restart
+from twinpool.control.cli.flip import flip
 from twinpool.control.cli.generate import chat, generate
 from twinpool.control.cli.health import health
 from twinpool.control.cli.kernels import kernels_command
@@ -37,6 +38,7 @@ app.command()(chat)
 app.add_typer(get.app, name="get")
 app.command()(drain)
 app.command()(restart)
+app.command()(flip)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

@@ -36,11 +36,16 @@ Worker& WorkerTable::upsert(const WorkerSpec& spec) {
     detach(slot);
     attach(slot, spec.pool);
   }
+  const bool flipped = !fresh && worker->spec.role != spec.role;
   worker->spec = spec;
   worker->fingerprint_id =
       fingerprint_ids_.emplace(spec.fingerprint, static_cast<std::uint32_t>(fingerprint_ids_.size())).first->second;
   if (fresh) {
-    seed_models(*worker, before ? &*before : nullptr);
+    for (Fit Worker::* model : {&Worker::prefill, &Worker::transfer, &Worker::step}) {
+      seed_model(*worker, before ? &*before : nullptr, model);
+    }
+  } else if (flipped) {
+    begin_role(*worker);
   }
   touch();
   return *worker;
@@ -62,15 +67,30 @@ Worker& WorkerTable::enroll(const WorkerSpec& spec) {
   own_index_slot(worker);
   by_name_.emplace(spec.name, slot);
   attach(slot, spec.pool);
-  // A newcomer starts level with its peers: otherwise it would win every tie until it has caught up.
+  level(worker, spec.role);
+  return worker;
+}
+
+// A newcomer starts level with its peers: otherwise it would win every tie until it has caught up.
+void WorkerTable::level(Worker& worker, Role role) {
   std::uint64_t fewest = UINT64_MAX;
-  for (const std::uint32_t peer : of_pool(worker.pool_id)) {
-    if (peer != slot && workers_[peer].spec.role == spec.role) {
-      fewest = std::min(fewest, workers_[peer].served);
+  for (const std::uint32_t slot : of_pool(worker.pool_id)) {
+    const Worker& peer = workers_[slot];
+    if (&peer != &worker && peer.spec.role == role) {
+      fewest = std::min(fewest, peer.served);
     }
   }
   worker.served = fewest == UINT64_MAX ? 0 : fewest;
-  return worker;
+}
+
+// What it refused and how long its steps took was in the other role. Prompts and pulls take what they took.
+void WorkerTable::begin_role(Worker& worker) {
+  level(worker, worker.spec.role);
+  worker.served_before = worker.served;
+  worker.refused_until = 0.0;
+  worker.refused_blocks = 0;
+  worker.step = Worker(priors_).step;
+  seed_model(worker, nullptr, &Worker::step);
 }
 
 void WorkerTable::own_index_slot(const Worker& worker) {
@@ -81,27 +101,22 @@ void WorkerTable::own_index_slot(const Worker& worker) {
 }
 
 // A newcomer is as fast as its last incarnation, or else as the like worker that was measured most.
-void WorkerTable::seed_models(Worker& worker, const Worker* before) {
-  const auto seed = [&](Fit Worker::* model) {
-    const Worker* like = before;
-    if (like == nullptr || like->fingerprint_id != worker.fingerprint_id || like->spec.role != worker.spec.role) {
-      like = nullptr;
-      for (const std::uint32_t slot : of_pool(worker.pool_id)) {
-        const Worker& peer = workers_[slot];
-        const bool alike = &peer != &worker && peer.fingerprint_id == worker.fingerprint_id &&
-                           peer.spec.role == worker.spec.role && (peer.*model).measured();
-        if (alike && (like == nullptr || (peer.*model).samples() > (like->*model).samples())) {
-          like = &peer;
-        }
+void WorkerTable::seed_model(Worker& worker, const Worker* before, Fit Worker::* model) {
+  const Worker* like = before;
+  if (like == nullptr || like->fingerprint_id != worker.fingerprint_id || like->spec.role != worker.spec.role) {
+    like = nullptr;
+    for (const std::uint32_t slot : of_pool(worker.pool_id)) {
+      const Worker& peer = workers_[slot];
+      const bool alike = &peer != &worker && peer.fingerprint_id == worker.fingerprint_id &&
+                         peer.spec.role == worker.spec.role && (peer.*model).measured();
+      if (alike && (like == nullptr || (peer.*model).samples() > (like->*model).samples())) {
+        like = &peer;
       }
     }
-    if (like != nullptr) {
-      (worker.*model).seed((like->*model).coefficients());
-    }
-  };
-  seed(&Worker::prefill);
-  seed(&Worker::transfer);
-  seed(&Worker::step);
+  }
+  if (like != nullptr) {
+    (worker.*model).seed((like->*model).coefficients());
+  }
 }
 
 void WorkerTable::share(const Worker& worker, Fit Worker::* model) {

@@ -23,7 +23,8 @@ class WorkerTable {
   ~WorkerTable() = default;
 
   /// Adds or updates. Another incarnation under the same name replaces the old one. A change of pool, role,
-  /// fingerprint or capacity keeps the reservations: it is the same process with the same blocks.
+  /// fingerprint or capacity keeps the reservations and the indexed blocks: it is the same process with the same
+  /// blocks. In another role it begins level with its peers there, and as fast as they are.
   Worker& upsert(const WorkerSpec& spec);
   /// False if no such incarnation is known.
   bool remove(const std::string& name, std::uint64_t incarnation);
@@ -72,7 +73,9 @@ class WorkerTable {
  private:
   Worker& enroll(const WorkerSpec& spec);
   void own_index_slot(const Worker& worker);
-  void seed_models(Worker& worker, const Worker* before);
+  void level(Worker& worker, Role role);
+  void begin_role(Worker& worker);
+  void seed_model(Worker& worker, const Worker* before, Fit Worker::* model);
   void attach(std::uint32_t slot, const std::string& pool);
   void detach(std::uint32_t slot);
 

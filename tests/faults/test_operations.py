@@ -2,93 +2,24 @@
 """`twinpool drain` and `twinpool restart` against real workers and a real control process: nothing fails, nothing is forgotten."""
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.faults.conftest import ROUTER
 from tests.support.asking import Outcome, ask
-from tests.support.fleet import BLOCK, Fleet, available_port, running_fleet
+from tests.support.control import Control, recorded
+from tests.support.fleet import BLOCK, Fleet, running_fleet
 from tests.support.load import under_load
 from tests.support.steps import prompt
 from tests.support.waiting import until
-from twinpool.config import load_config, to_env
-from twinpool.errors import TwinpoolError
-from twinpool.store import Keys
 from twinpool.v1 import control_pb2 as pb
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 WAIT_SECONDS = 120.0
 WORKERS = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
-KEYS = Keys("test")
-
-
-class Control:
-    """A control process that runs no workers of its own, and the command line that talks to it."""
-
-    def __init__(self, fleet: Fleet, directory: Path) -> None:
-        self._fleet = fleet
-        self._log = directory / "control.log"
-        self.endpoint = f"127.0.0.1:{available_port()}"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        port = int(self.endpoint.rpartition(":")[2])
-        overrides: dict[str, object] = {
-            "cluster.name": "test",
-            "cluster.etcd_endpoints": self._fleet.endpoint,
-            "control.port": port,
-            "pools.prefill_workers": 0,
-            "pools.decode_workers": 0,
-            "log.format": "json",
-        }
-        env = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
-        env |= to_env(load_config(None, overrides, env={}))
-        command = [sys.executable, "-m", "twinpool.control.cli.main", "serve", "control"]
-        with self._log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    async def serving(self) -> None:
-        """Waits until it answers."""
-        async with asyncio.timeout(WAIT_SECONDS):
-            while True:
-                code, _, error = await self.run("get", "operations")
-                if code == 0:
-                    return
-                assert self.process is not None
-                assert self.process.poll() is None, self._log.read_text()[-4000:] + error
-
-    def kill(self) -> None:
-        """SIGKILL to it and to all that it has started."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    async def run(self, *arguments: str) -> tuple[int, Any, str]:
-        """The command line: exit status, what it printed as JSON, and stderr."""
-        command = [sys.executable, "-m", "twinpool.control.cli.main", *arguments]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--control",
-            self.endpoint,
-            "-o",
-            "json",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        out, error = await process.communicate()
-        return process.returncode or 0, json.loads(out) if out.strip() else None, error.decode()
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +151,3 @@ async def test_what_cannot_be_operated_on_is_refused(operated: tuple[Fleet, Cont
     assert (code, "WORKER_NOT_FOUND" in error) == (2, True)
     code, _, error = await control.run("drain", "decode-0")
     assert (code, "--yes" in error) == (2, True)
-
-
-def recorded(fleet: Fleet, name: str) -> pb.Operation:
-    """The operation in etcd."""
-    try:
-        item = fleet.store.get(KEYS.operation(name))
-    except TwinpoolError:
-        return pb.Operation()
-    return pb.Operation() if item is None else pb.Operation.FromString(item.value)

@@ -73,6 +73,7 @@ class FakeWorker(PinningWorker):
     ) -> None:
         self.key = WorkerKey(name, new_incarnation())
         self.role = role
+        self.epoch = 1
         self.script = script or Script()
         self.fabric = fabric
         self.prefills: list[pb.PrefillCommand] = []
@@ -121,6 +122,11 @@ class FakeWorker(PinningWorker):
         self.key = WorkerKey(self.key.name, new_incarnation())
         await self.start()
 
+    def flip(self) -> None:
+        """It has the other role from now on, and commands of the former epoch are refused."""
+        self.role = pb.ROLE_DECODE if self.role == pb.ROLE_PREFILL else pb.ROLE_PREFILL
+        self.epoch += 1
+
     @property
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.port}"
@@ -147,7 +153,8 @@ class FakeWorker(PinningWorker):
         } | self._fields
         if self.cache is not None:
             values |= self.cache.endpoints()
-        record = control_pb2.WorkerRecord(role=self.role, state=state, endpoint=self.endpoint, **values)  # type: ignore[arg-type]
+        values |= {"role": self.role, "state": state, "endpoint": self.endpoint, "epoch": self.epoch}
+        record = control_pb2.WorkerRecord(**values)  # type: ignore[arg-type]
         record.worker.name, record.worker.incarnation = self.key.name, self.key.incarnation
         return record
 
@@ -171,7 +178,7 @@ class FakeWorker(PinningWorker):
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
             if "welcome" not in self.script.silent:
-                welcome = pb.Welcome(role=self.role)
+                welcome = pb.Welcome(role=self.role, epoch=self.epoch)
                 welcome.worker.name, welcome.worker.incarnation = self.key.name, self.key.incarnation
                 session.send(welcome=welcome)
             while (message := await session.outbox.get()) is not None:
@@ -218,10 +225,9 @@ class FakeWorker(PinningWorker):
 
     def _start(self, session: _Session, command, run) -> None:  # type: ignore[no-untyped-def]
         key = (command.id.request_id, command.id.attempt)
-        if self.script.refuse is not None:
-            session.send(
-                failed=pb.AttemptFailed(id=command.id, reason=self.script.refuse, detail=self.script.detail)
-            )
+        stale = pb.FAILURE_REASON_STALE_EPOCH if command.epoch != self.epoch else None
+        if (reason := self.script.refuse or stale) is not None:
+            session.send(failed=pb.AttemptFailed(id=command.id, reason=reason, detail=self.script.detail))
             return
         if any(held[0] == key[0] for held in self.held):
             self.overlaps.append(key)

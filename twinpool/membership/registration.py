@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from twinpool import metrics
 from twinpool.logs import get_logger
@@ -13,6 +14,9 @@ from twinpool.membership.records import Record, incarnation_of, key_of, problem_
 from twinpool.store import Keys, Lease, LeaseKeeper, Store
 from twinpool.v1.control_pb2 import WorkerRecord, WorkerState
 from twinpool.v1.worker_pb2 import Role
+
+WRITTEN_SECONDS: Final = 0.25
+"""Longest stretch of a wait for a write: a thread cannot be told that nobody waits any more."""
 
 _log = get_logger(__name__)
 
@@ -40,6 +44,8 @@ class Registration:
         self._lock = threading.Lock()
         self._record = record.FromString(record.SerializeToString())
         self._value = self._encode()
+        self._written = b""
+        self._put = threading.Condition(self._lock)
         self._taken = False
         self._superseded = False
         self._registered = threading.Event()
@@ -69,14 +75,30 @@ class Registration:
         """Waits until the record is in etcd; whether it is."""
         return await asyncio.to_thread(self._registered.wait, timeout_seconds)
 
-    def update_state(self, state: WorkerState.ValueType, role: Role.ValueType | None = None) -> None:
-        """Changes a worker's state, and role if given. Returns at once; etcd gets it as soon as it can be reached."""
+    async def written(self) -> None:
+        """Waits until etcd has the record as it is now, however long that takes."""
+        while not await asyncio.to_thread(self._wait_written, WRITTEN_SECONDS):
+            continue
+
+    def _wait_written(self, seconds: float) -> bool:
+        with self._lock:
+            return self._put.wait_for(lambda: self._written == self._value, seconds)
+
+    def update_state(
+        self,
+        state: WorkerState.ValueType,
+        role: Role.ValueType | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Changes a worker's state, and role and epoch if given. Returns at once; etcd gets it as soon as it can be reached."""
         with self._lock:
             if not isinstance(self._record, WorkerRecord):
                 raise TypeError("only a worker's record has a state")
             self._record.state = state
             if role is not None:
                 self._record.role = role
+            if epoch is not None:
+                self._record.epoch = epoch
             self._value = self._encode()
         self._keeper.nudge()
 
@@ -104,8 +126,7 @@ class Registration:
             value = self._value
         item = self._store.get(self._key)
         if item is not None and item.lease_id == lease.id and item.value == value:
-            self._lease_id = lease.id
-            self._set(True)
+            self._hold(lease, value)
             return
         own = incarnation_of(value, type(self._record))
         ours = (
@@ -123,14 +144,20 @@ class Registration:
                 self._keeper.nudge()
                 return
             self._taken = True
-            self._lease_id = lease.id
-            self._set(True)
+            self._hold(lease, value)
             return
         self._superseded = True
         _log.error("registration_superseded", key=self._key)
         self._set(False)
         if self._on_superseded is not None:
             self._on_superseded()
+
+    def _hold(self, lease: Lease, value: bytes) -> None:
+        self._lease_id = lease.id
+        self._set(True)
+        with self._lock:
+            self._written = value
+            self._put.notify_all()
 
     def lost(self) -> None:
         """On the keeper's thread: the lease is gone."""

@@ -56,11 +56,13 @@ class Audited:
 METHODS: Final = {
     "ControlService/DrainWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/RestartWorker": Audited(True, "worker", ("timeout",)),
+    "ControlService/FlipWorker": Audited(True, "worker", ("role", "timeout", "force")),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),
     "RouterService/FetchRecording": Audited(False),
     "WorkerService/Drain": Audited(True, "worker", ("timeout",)),
+    "WorkerService/ChangeRole": Audited(True, "worker", ("role", "epoch", "timeout")),
 }
 """The methods that change the cluster or look into what others have asked."""
 
@@ -222,10 +224,15 @@ def _who(context: Context) -> dict[str, object]:
 
 
 def _shown(request: Any, field: str) -> str | float:
-    """A field of a request; "" if it is not set. A worker is shown as its name and incarnation, a duration in seconds."""
+    """A field of a request; "" if it is not set. A worker is shown as its name and incarnation, a duration in seconds, a value of
+    an enumeration by its name."""
     value: Any = getattr(request, field, "")
     if isinstance(value, str):
         return value[:CHARS_MAX]
+    if isinstance(value, int):
+        kind = request.DESCRIPTOR.fields_by_name[field].enum_type
+        known = kind.values_by_number.get(value) if kind is not None else None
+        return value if known is None else str(known.name)
     if not request.HasField(field):
         return ""
     return (

@@ -76,6 +76,10 @@ class Keys:
         """Key of one pool's specification."""
         return f"{self.pools}{_part(pool)}"
 
+    def role(self, pool: str, worker: str) -> str:
+        """Key of the role that a worker had last."""
+        return f"{self.root}roles/{_part(pool)}/{_part(worker)}"
+
     @property
     def operations(self) -> str:
         """Prefix of the running operations."""

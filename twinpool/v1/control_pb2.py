@@ -27,49 +27,55 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from twinpool.v1 import worker_pb2 as twinpool_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinpool/v1/control.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18twinpool/v1/worker.proto\"x\n\rOperationStep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x08\x62\x65gan_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07\x64one_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x83\x03\n\tOperation\x12\n\n\x02id\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.OperationKind\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x1f\n\x04role\x18\x05 \x01(\x0e\x32\x11.twinpool.v1.Role\x12*\n\x05state\x18\x06 \x01(\x0e\x32\x1b.twinpool.v1.OperationState\x12)\n\x05steps\x18\x07 \x03(\x0b\x32\x1a.twinpool.v1.OperationStep\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65rror\x18\n \x01(\t\x12(\n\tsuccessor\x18\x0b \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"P\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x13\x44rainWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"R\n\x14RestartWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x15RestartWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"!\n\x13GetOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t\"A\n\x14GetOperationResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"\x17\n\x15ListOperationsRequest\"D\n\x16ListOperationsResponse\x12*\n\noperations\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.Operation\"\xec\x04\n\x0cWorkerRecord\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\t \x01(\t\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x0b \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0c \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x0e \x01(\r\x12\x12\n\nvocab_size\x18\x0f \x01(\r\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x12\n\nmodel_path\x18\x11 \x01(\t\x12\x0b\n\x03pid\x18\x12 \x01(\r\x12.\n\nstarted_at\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x65vents_endpoint\x18\x14 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x15 \x01(\t\x12,\n\x0cprefill_cost\x18\x17 \x01(\x0b\x32\x16.twinpool.v1.CostModel\x12)\n\tstep_cost\x18\x18 \x01(\x0b\x32\x16.twinpool.v1.CostModel\"P\n\tCostModel\x12\x14\n\x0c\x62\x61se_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cunit_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x63ontext_seconds\x18\x03 \x01(\x01\"\xb1\x01\n\x0cRouterRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rhttp_endpoint\x18\x07 \x01(\t\"\"\n\x12ListWorkersRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.WorkerRecord*e\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_KIND_DRAIN\x10\x01\x12\x1a\n\x16OPERATION_KIND_RESTART\x10\x02*\x89\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x01\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x02\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x03*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x19\n\x15WORKER_STATE_FLIPPING\x10\x04\x12\x18\n\x14WORKER_STATE_UNREADY\x10\x05\x32\xbc\x03\n\x0e\x43ontrolService\x12P\n\x0bListWorkers\x12\x1f.twinpool.v1.ListWorkersRequest\x1a .twinpool.v1.ListWorkersResponse\x12P\n\x0b\x44rainWorker\x12\x1f.twinpool.v1.DrainWorkerRequest\x1a .twinpool.v1.DrainWorkerResponse\x12V\n\rRestartWorker\x12!.twinpool.v1.RestartWorkerRequest\x1a\".twinpool.v1.RestartWorkerResponse\x12S\n\x0cGetOperation\x12 .twinpool.v1.GetOperationRequest\x1a!.twinpool.v1.GetOperationResponse\x12Y\n\x0eListOperations\x12\".twinpool.v1.ListOperationsRequest\x1a#.twinpool.v1.ListOperationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinpool/v1/control.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18twinpool/v1/worker.proto\"\x88\x01\n\rOperationStep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x08\x62\x65gan_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07\x64one_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\xba\x03\n\tOperation\x12\n\n\x02id\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.OperationKind\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x1f\n\x04role\x18\x05 \x01(\x0e\x32\x11.twinpool.v1.Role\x12*\n\x05state\x18\x06 \x01(\x0e\x32\x1b.twinpool.v1.OperationState\x12)\n\x05steps\x18\x07 \x03(\x0b\x32\x1a.twinpool.v1.OperationStep\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65rror\x18\n \x01(\t\x12(\n\tsuccessor\x18\x0b \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12&\n\x0btarget_role\x18\x0c \x01(\x0e\x32\x11.twinpool.v1.Role\x12\r\n\x05\x65poch\x18\x0f \x01(\x04\"P\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x13\x44rainWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"R\n\x14RestartWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x15RestartWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"\x7f\n\x11\x46lipWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\"?\n\x12\x46lipWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"!\n\x13GetOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t\"A\n\x14GetOperationResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"\x17\n\x15ListOperationsRequest\"D\n\x16ListOperationsResponse\x12*\n\noperations\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.Operation\"\xfb\x04\n\x0cWorkerRecord\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\t \x01(\t\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x0b \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0c \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x0e \x01(\r\x12\x12\n\nvocab_size\x18\x0f \x01(\r\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x12\n\nmodel_path\x18\x11 \x01(\t\x12\x0b\n\x03pid\x18\x12 \x01(\r\x12.\n\nstarted_at\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x65vents_endpoint\x18\x14 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x15 \x01(\t\x12,\n\x0cprefill_cost\x18\x17 \x01(\x0b\x32\x16.twinpool.v1.CostModel\x12)\n\tstep_cost\x18\x18 \x01(\x0b\x32\x16.twinpool.v1.CostModel\x12\r\n\x05\x65poch\x18\x19 \x01(\x04\"c\n\nRoleRecord\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"P\n\tCostModel\x12\x14\n\x0c\x62\x61se_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cunit_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x63ontext_seconds\x18\x03 \x01(\x01\"\xb1\x01\n\x0cRouterRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rhttp_endpoint\x18\x07 \x01(\t\"\"\n\x12ListWorkersRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.WorkerRecord*~\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_KIND_DRAIN\x10\x01\x12\x1a\n\x16OPERATION_KIND_RESTART\x10\x02\x12\x17\n\x13OPERATION_KIND_FLIP\x10\x03*\x89\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x01\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x02\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x03*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x19\n\x15WORKER_STATE_FLIPPING\x10\x04\x12\x18\n\x14WORKER_STATE_UNREADY\x10\x05\x32\x8b\x04\n\x0e\x43ontrolService\x12P\n\x0bListWorkers\x12\x1f.twinpool.v1.ListWorkersRequest\x1a .twinpool.v1.ListWorkersResponse\x12P\n\x0b\x44rainWorker\x12\x1f.twinpool.v1.DrainWorkerRequest\x1a .twinpool.v1.DrainWorkerResponse\x12V\n\rRestartWorker\x12!.twinpool.v1.RestartWorkerRequest\x1a\".twinpool.v1.RestartWorkerResponse\x12M\n\nFlipWorker\x12\x1e.twinpool.v1.FlipWorkerRequest\x1a\x1f.twinpool.v1.FlipWorkerResponse\x12S\n\x0cGetOperation\x12 .twinpool.v1.GetOperationRequest\x1a!.twinpool.v1.GetOperationResponse\x12Y\n\x0eListOperations\x12\".twinpool.v1.ListOperationsRequest\x1a#.twinpool.v1.ListOperationsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATIONKIND']._serialized_start=2130
-  _globals['_OPERATIONKIND']._serialized_end=2231
-  _globals['_OPERATIONSTATE']._serialized_start=2234
-  _globals['_OPERATIONSTATE']._serialized_end=2371
-  _globals['_WORKERSTATE']._serialized_start=2374
-  _globals['_WORKERSTATE']._serialized_end=2548
-  _globals['_OPERATIONSTEP']._serialized_start=133
-  _globals['_OPERATIONSTEP']._serialized_end=253
-  _globals['_OPERATION']._serialized_start=256
-  _globals['_OPERATION']._serialized_end=643
-  _globals['_DRAINWORKERREQUEST']._serialized_start=645
-  _globals['_DRAINWORKERREQUEST']._serialized_end=725
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=727
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=791
-  _globals['_RESTARTWORKERREQUEST']._serialized_start=793
-  _globals['_RESTARTWORKERREQUEST']._serialized_end=875
-  _globals['_RESTARTWORKERRESPONSE']._serialized_start=877
-  _globals['_RESTARTWORKERRESPONSE']._serialized_end=943
-  _globals['_GETOPERATIONREQUEST']._serialized_start=945
-  _globals['_GETOPERATIONREQUEST']._serialized_end=978
-  _globals['_GETOPERATIONRESPONSE']._serialized_start=980
-  _globals['_GETOPERATIONRESPONSE']._serialized_end=1045
-  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1047
-  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1070
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=1072
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=1140
-  _globals['_WORKERRECORD']._serialized_start=1143
-  _globals['_WORKERRECORD']._serialized_end=1763
-  _globals['_COSTMODEL']._serialized_start=1765
-  _globals['_COSTMODEL']._serialized_end=1845
-  _globals['_ROUTERRECORD']._serialized_start=1848
-  _globals['_ROUTERRECORD']._serialized_end=2025
-  _globals['_LISTWORKERSREQUEST']._serialized_start=2027
-  _globals['_LISTWORKERSREQUEST']._serialized_end=2061
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=2063
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=2128
-  _globals['_CONTROLSERVICE']._serialized_start=2551
-  _globals['_CONTROLSERVICE']._serialized_end=2995
+  _globals['_OPERATIONKIND']._serialized_start=2512
+  _globals['_OPERATIONKIND']._serialized_end=2638
+  _globals['_OPERATIONSTATE']._serialized_start=2641
+  _globals['_OPERATIONSTATE']._serialized_end=2778
+  _globals['_WORKERSTATE']._serialized_start=2781
+  _globals['_WORKERSTATE']._serialized_end=2955
+  _globals['_OPERATIONSTEP']._serialized_start=134
+  _globals['_OPERATIONSTEP']._serialized_end=270
+  _globals['_OPERATION']._serialized_start=273
+  _globals['_OPERATION']._serialized_end=715
+  _globals['_DRAINWORKERREQUEST']._serialized_start=717
+  _globals['_DRAINWORKERREQUEST']._serialized_end=797
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=799
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=863
+  _globals['_RESTARTWORKERREQUEST']._serialized_start=865
+  _globals['_RESTARTWORKERREQUEST']._serialized_end=947
+  _globals['_RESTARTWORKERRESPONSE']._serialized_start=949
+  _globals['_RESTARTWORKERRESPONSE']._serialized_end=1015
+  _globals['_FLIPWORKERREQUEST']._serialized_start=1017
+  _globals['_FLIPWORKERREQUEST']._serialized_end=1144
+  _globals['_FLIPWORKERRESPONSE']._serialized_start=1146
+  _globals['_FLIPWORKERRESPONSE']._serialized_end=1209
+  _globals['_GETOPERATIONREQUEST']._serialized_start=1211
+  _globals['_GETOPERATIONREQUEST']._serialized_end=1244
+  _globals['_GETOPERATIONRESPONSE']._serialized_start=1246
+  _globals['_GETOPERATIONRESPONSE']._serialized_end=1311
+  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1313
+  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1336
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=1338
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=1406
+  _globals['_WORKERRECORD']._serialized_start=1409
+  _globals['_WORKERRECORD']._serialized_end=2044
+  _globals['_ROLERECORD']._serialized_start=2046
+  _globals['_ROLERECORD']._serialized_end=2145
+  _globals['_COSTMODEL']._serialized_start=2147
+  _globals['_COSTMODEL']._serialized_end=2227
+  _globals['_ROUTERRECORD']._serialized_start=2230
+  _globals['_ROUTERRECORD']._serialized_end=2407
+  _globals['_LISTWORKERSREQUEST']._serialized_start=2409
+  _globals['_LISTWORKERSREQUEST']._serialized_end=2443
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=2445
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=2510
+  _globals['_CONTROLSERVICE']._serialized_start=2958
+  _globals['_CONTROLSERVICE']._serialized_end=3481
 # @@protoc_insertion_point(module_scope)

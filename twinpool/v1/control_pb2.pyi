@@ -34,6 +34,8 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     """The worker leaves and is not replaced."""
     OPERATION_KIND_RESTART: _OperationKind.ValueType  # 2
     """The worker leaves, and another one starts under its name."""
+    OPERATION_KIND_FLIP: _OperationKind.ValueType  # 3
+    """The worker changes its role."""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
     """What an operation does."""
@@ -44,6 +46,8 @@ OPERATION_KIND_DRAIN: OperationKind.ValueType  # 1
 """The worker leaves and is not replaced."""
 OPERATION_KIND_RESTART: OperationKind.ValueType  # 2
 """The worker leaves, and another one starts under its name."""
+OPERATION_KIND_FLIP: OperationKind.ValueType  # 3
+"""The worker changes its role."""
 Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
 
 class _OperationState:
@@ -119,8 +123,11 @@ class OperationStep(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     BEGAN_AT_FIELD_NUMBER: _builtins.int
     DONE_AT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ask", "leave", "end", "start" or "ready"."""
+    """"ask", "leave", "end", "start" or "ready"; of a flip "ask", "drain" or "commit"."""
+    detail: _builtins.str
+    """What it waits for, if it is known; for people."""
     @_builtins.property
     def began_at(self) -> _timestamp_pb2.Timestamp:
         """When it began."""
@@ -135,10 +142,11 @@ class OperationStep(_message.Message):
         name: _builtins.str = ...,
         began_at: _timestamp_pb2.Timestamp | None = ...,
         done_at: _timestamp_pb2.Timestamp | None = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "done_at", b"done_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "done_at", b"done_at", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_at", b"began_at", "detail", b"detail", "done_at", b"done_at", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -161,6 +169,8 @@ class Operation(_message.Message):
     CREATED_AT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
+    TARGET_ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its name."""
     kind: Global___OperationKind.ValueType
@@ -168,14 +178,18 @@ class Operation(_message.Message):
     pool: _builtins.str
     """The worker's pool."""
     role: _worker_pb2.Role.ValueType
-    """The worker's role."""
+    """The worker's role when it began."""
     state: Global___OperationState.ValueType
     """Where it stands."""
     error: _builtins.str
     """Reason and text of what it failed with."""
+    target_role: _worker_pb2.Role.ValueType
+    """Of a flip: the role that the worker is to have."""
+    epoch: _builtins.int
+    """Of a flip: the worker's epoch when it began."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
-        """The worker that leaves."""
+        """The worker that leaves, or changes its role."""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationStep]:
@@ -183,7 +197,7 @@ class Operation(_message.Message):
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """How long the worker may take to leave, from the first step on."""
+        """How long the worker may take to leave or to become free, from the first step on."""
 
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp:
@@ -207,10 +221,12 @@ class Operation(_message.Message):
         created_at: _timestamp_pb2.Timestamp | None = ...,
         error: _builtins.str = ...,
         successor: _worker_pb2.WorkerId | None = ...,
+        target_role: _worker_pb2.Role.ValueType = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "error", b"error", "id", b"id", "kind", b"kind", "pool", b"pool", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "pool", b"pool", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +335,66 @@ class RestartWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestartWorkerResponse: _TypeAlias = RestartWorkerResponse  # noqa: Y015
+
+@_typing.final
+class FlipWorkerRequest(_message.Message):
+    """Asks to change a worker's role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    role: _worker_pb2.Role.ValueType
+    """The role that it is to have."""
+    force: _builtins.bool
+    """Also if no other worker of its role is left then."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long it may take to become free of work; unset: as the worker is configured to drain."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        role: _worker_pb2.Role.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "role", b"role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlipWorkerRequest: _TypeAlias = FlipWorkerRequest  # noqa: Y015
+
+@_typing.final
+class FlipWorkerResponse(_message.Message):
+    """The operation that has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """Its record."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlipWorkerResponse: _TypeAlias = FlipWorkerResponse  # noqa: Y015
 
 @_typing.final
 class GetOperationRequest(_message.Message):
@@ -436,6 +512,7 @@ class WorkerRecord(_message.Message):
     REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     PREFILL_COST_FIELD_NUMBER: _builtins.int
     STEP_COST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool it belongs to."""
     role: _worker_pb2.Role.ValueType
@@ -472,6 +549,8 @@ class WorkerRecord(_message.Message):
     """Where its KV events are published over ZeroMQ: host:port; empty: nowhere."""
     replay_endpoint: _builtins.str
     """Where past events and snapshots are asked for over ZeroMQ: host:port."""
+    epoch: _builtins.int
+    """Counts the changes of role of this incarnation, those that were given up included; from 1."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
         """Who."""
@@ -522,14 +601,47 @@ class WorkerRecord(_message.Message):
         replay_endpoint: _builtins.str = ...,
         prefill_cost: Global___CostModel | None = ...,
         step_cost: Global___CostModel | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_cost", b"prefill_cost", "started_at", b"started_at", "step_cost", b"step_cost", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
+
+@_typing.final
+class RoleRecord(_message.Message):
+    """The role that a worker had last. It outlives the worker's incarnations: the next one begins in this role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    role: _worker_pb2.Role.ValueType
+    """The role."""
+    epoch: _builtins.int
+    """The epoch in which that incarnation has it."""
+    @_builtins.property
+    def worker(self) -> _worker_pb2.WorkerId:
+        """Who wrote it."""
+
+    def __init__(
+        self,
+        *,
+        worker: _worker_pb2.WorkerId | None = ...,
+        role: _worker_pb2.Role.ValueType = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleRecord: _TypeAlias = RoleRecord  # noqa: Y015
 
 @_typing.final
 class CostModel(_message.Message):

@@ -50,6 +50,11 @@ class ControlServiceStub:
                 request_serializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerResponse.FromString,
                 _registered_method=True)
+        self.FlipWorker = channel.unary_unary(
+                '/twinpool.v1.ControlService/FlipWorker',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.FlipWorkerRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.FlipWorkerResponse.FromString,
+                _registered_method=True)
         self.GetOperation = channel.unary_unary(
                 '/twinpool.v1.ControlService/GetOperation',
                 request_serializer=twinpool_dot_v1_dot_control__pb2.GetOperationRequest.SerializeToString,
@@ -87,6 +92,13 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlipWorker(self, request, context):
+        """Begins to give a worker the other role, without a restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetOperation(self, request, context):
         """How far an operation is.
         """
@@ -118,6 +130,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.RestartWorker,
                     request_deserializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_control__pb2.RestartWorkerResponse.SerializeToString,
+            ),
+            'FlipWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlipWorker,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.FlipWorkerRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.FlipWorkerResponse.SerializeToString,
             ),
             'GetOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetOperation,
@@ -212,6 +229,33 @@ class ControlService:
             '/twinpool.v1.ControlService/RestartWorker',
             twinpool_dot_v1_dot_control__pb2.RestartWorkerRequest.SerializeToString,
             twinpool_dot_v1_dot_control__pb2.RestartWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlipWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/FlipWorker',
+            twinpool_dot_v1_dot_control__pb2.FlipWorkerRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.FlipWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

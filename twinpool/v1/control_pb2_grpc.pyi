@@ -39,6 +39,8 @@ class ControlServiceStub:
     """Begins to take a worker out for good. Returns once that is recorded; see GetOperation."""
     RestartWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.RestartWorkerRequest, _control_pb2.RestartWorkerResponse]
     """Begins to drain a worker and to start another one under its name."""
+    FlipWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.FlipWorkerRequest, _control_pb2.FlipWorkerResponse]
+    """Begins to give a worker the other role, without a restart."""
     GetOperation: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetOperationRequest, _control_pb2.GetOperationResponse]
     """How far an operation is."""
     ListOperations: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]
@@ -55,6 +57,8 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """Begins to take a worker out for good. Returns once that is recorded; see GetOperation."""
     RestartWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.RestartWorkerRequest, _control_pb2.RestartWorkerResponse]  # type: ignore[assignment]
     """Begins to drain a worker and to start another one under its name."""
+    FlipWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.FlipWorkerRequest, _control_pb2.FlipWorkerResponse]  # type: ignore[assignment]
+    """Begins to give a worker the other role, without a restart."""
     GetOperation: _aio.UnaryUnaryMultiCallable[_control_pb2.GetOperationRequest, _control_pb2.GetOperationResponse]  # type: ignore[assignment]
     """How far an operation is."""
     ListOperations: _aio.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]  # type: ignore[assignment]
@@ -86,6 +90,14 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.RestartWorkerResponse, _abc.Awaitable[_control_pb2.RestartWorkerResponse]]:
         """Begins to drain a worker and to start another one under its name."""
+
+    @_abc_1.abstractmethod
+    def FlipWorker(
+        self,
+        request: _control_pb2.FlipWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.FlipWorkerResponse, _abc.Awaitable[_control_pb2.FlipWorkerResponse]]:
+        """Begins to give a worker the other role, without a restart."""
 
     @_abc_1.abstractmethod
     def GetOperation(

@@ -76,6 +76,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """The owner does not hold the prefix (any more); never fails an attempt."""
     FAILURE_REASON_TAKEN_OVER: _FailureReason.ValueType  # 11
     """Another router goes on with the answer; do not retry."""
+    FAILURE_REASON_STALE_EPOCH: _FailureReason.ValueType  # 12
+    """The worker has changed its role, or tried to, since the attempt was placed; place anew."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why a leg did not succeed."""
@@ -104,7 +106,41 @@ FAILURE_REASON_NOT_CACHED: FailureReason.ValueType  # 10
 """The owner does not hold the prefix (any more); never fails an attempt."""
 FAILURE_REASON_TAKEN_OVER: FailureReason.ValueType  # 11
 """Another router goes on with the answer; do not retry."""
+FAILURE_REASON_STALE_EPOCH: FailureReason.ValueType  # 12
+"""The worker has changed its role, or tried to, since the attempt was placed; place anew."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
+
+class _RoleChangePhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoleChangePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoleChangePhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLE_CHANGE_PHASE_UNSPECIFIED: _RoleChangePhase.ValueType  # 0
+    """Not known."""
+    ROLE_CHANGE_PHASE_DRAINING: _RoleChangePhase.ValueType  # 1
+    """No new work comes, and what runs ends or moves. It can still be given up."""
+    ROLE_CHANGE_PHASE_COMMITTING: _RoleChangePhase.ValueType  # 2
+    """etcd is being told of the new role."""
+    ROLE_CHANGE_PHASE_COMMITTED: _RoleChangePhase.ValueType  # 3
+    """The worker has the new role."""
+    ROLE_CHANGE_PHASE_ROLLED_BACK: _RoleChangePhase.ValueType  # 4
+    """It was given up: the worker has the role that it had, and its epoch has risen."""
+
+class RoleChangePhase(_RoleChangePhase, metaclass=_RoleChangePhaseEnumTypeWrapper):
+    """Where a change of role stands."""
+
+ROLE_CHANGE_PHASE_UNSPECIFIED: RoleChangePhase.ValueType  # 0
+"""Not known."""
+ROLE_CHANGE_PHASE_DRAINING: RoleChangePhase.ValueType  # 1
+"""No new work comes, and what runs ends or moves. It can still be given up."""
+ROLE_CHANGE_PHASE_COMMITTING: RoleChangePhase.ValueType  # 2
+"""etcd is being told of the new role."""
+ROLE_CHANGE_PHASE_COMMITTED: RoleChangePhase.ValueType  # 3
+"""The worker has the new role."""
+ROLE_CHANGE_PHASE_ROLLED_BACK: RoleChangePhase.ValueType  # 4
+"""It was given up: the worker has the role that it had, and its epoch has risen."""
+Global___RoleChangePhase: _TypeAlias = RoleChangePhase  # noqa: Y015
 
 @_typing.final
 class WorkerId(_message.Message):
@@ -380,6 +416,7 @@ class PrefillCommand(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     reader_cached_blocks: _builtins.int
     """Leading blocks that the reader already holds and will not read."""
     priority: _builtins.int
@@ -390,6 +427,8 @@ class PrefillCommand(_message.Message):
     """W3C trace context of the request's span; empty if it is not traced."""
     session: _builtins.bytes
     """16 bytes that stand for the tenant's session; empty: none."""
+    epoch: _builtins.int
+    """The worker's epoch as the router knew it when it placed the attempt; another one refuses. 0: whichever."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -428,10 +467,11 @@ class PrefillCommand(_message.Message):
         preemptible: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
         session: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "epoch", b"epoch", "id", b"id", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "reader", b"reader", "reader_cached_blocks", b"reader_cached_blocks", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -457,6 +497,7 @@ class DecodeCommand(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PORTABLE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     owner_endpoint: _builtins.str
     """Where the owner's HandoffService listens."""
     priority: _builtins.int
@@ -467,6 +508,8 @@ class DecodeCommand(_message.Message):
     """W3C trace context of the request's span; empty if it is not traced."""
     session: _builtins.bytes
     """16 bytes that stand for the tenant's session; empty: none."""
+    epoch: _builtins.int
+    """The worker's epoch as the router knew it when it placed the attempt; another one refuses. 0: whichever."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """The attempt."""
@@ -514,10 +557,11 @@ class DecodeCommand(_message.Message):
         traceparent: _builtins.str = ...,
         portable: _resume_pb2.PortableRequest | None = ...,
         session: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible", "deadline", b"deadline", "draw", b"draw", "epoch", b"epoch", "id", b"id", "owner", b"owner", "owner_endpoint", b"owner_endpoint", "portable", b"portable", "preemptible", b"preemptible", "prefix", b"prefix", "priority", b"priority", "prompt", b"prompt", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: _TypeAlias = _typing.Literal["preemptible"]  # noqa: Y015
     _WhichOneofArgType__preemptible: _TypeAlias = _typing.Literal["_preemptible", b"_preemptible"]  # noqa: Y015
@@ -635,8 +679,11 @@ class Welcome(_message.Message):
 
     WORKER_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Its role now."""
+    epoch: _builtins.int
+    """Its epoch now."""
     @_builtins.property
     def worker(self) -> Global___WorkerId:
         """Who answers."""
@@ -646,10 +693,11 @@ class Welcome(_message.Message):
         *,
         worker: Global___WorkerId | None = ...,
         role: Global___Role.ValueType = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1093,6 +1141,7 @@ class InspectResponse(_message.Message):
     KEPT_ANSWERS_FIELD_NUMBER: _builtins.int
     PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_PINS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Its role now."""
     total_blocks: _builtins.int
@@ -1125,6 +1174,8 @@ class InspectResponse(_message.Message):
     """Blocks that prefix pins keep in the cache. They count as cached, or as held while somebody needs them."""
     prefix_pins: _builtins.int
     """Prefix pins."""
+    epoch: _builtins.int
+    """Its epoch now."""
     @_builtins.property
     def worker(self) -> Global___WorkerId:
         """Who answers."""
@@ -1149,10 +1200,11 @@ class InspectResponse(_message.Message):
         kept_answers: _builtins.int = ...,
         prefix_pinned_blocks: _builtins.int = ...,
         prefix_pins: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "epoch", b"epoch", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1262,6 +1314,82 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ChangeRoleRequest(_message.Message):
+    """Asks a worker to change its role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """The role that it is to have."""
+    epoch: _builtins.int
+    """Its epoch as the caller knows it; another one refuses, but for that of the change that is asked about."""
+    @_builtins.property
+    def worker(self) -> Global___WorkerId:
+        """The worker that is meant; another incarnation refuses."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long it may take to become free of work, and etcd to be told; unset: as the worker is configured to drain."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___WorkerId | None = ...,
+        role: Global___Role.ValueType = ...,
+        epoch: _builtins.int = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRoleResponse(_message.Message):
+    """How far it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    phase: Global___RoleChangePhase.ValueType
+    """Of the change that was asked for."""
+    role: Global___Role.ValueType
+    """The worker's role now."""
+    epoch: _builtins.int
+    """The worker's epoch now."""
+    attempts: _builtins.int
+    """Attempts that still run here."""
+    detail: _builtins.str
+    """What it waits for, or why it was given up."""
+    def __init__(
+        self,
+        *,
+        phase: Global___RoleChangePhase.ValueType = ...,
+        role: Global___Role.ValueType = ...,
+        epoch: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "detail", b"detail", "epoch", b"epoch", "phase", b"phase", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class PrefixChain(_message.Message):

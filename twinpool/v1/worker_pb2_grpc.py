@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/twinpool.v1.WorkerService/ChangeRole',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.TakePrefixes = channel.unary_unary(
                 '/twinpool.v1.WorkerService/TakePrefixes',
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesRequest.SerializeToString,
@@ -93,6 +98,13 @@ class WorkerServiceServicer:
 
     def Drain(self, request, context):
         """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRole(self, request, context):
+        """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +156,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'TakePrefixes': grpc.unary_unary_rpc_method_handler(
                     servicer.TakePrefixes,
@@ -248,6 +265,33 @@ class WorkerService:
             '/twinpool.v1.WorkerService/Drain',
             twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/ChangeRole',
+            twinpool_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

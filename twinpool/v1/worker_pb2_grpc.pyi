@@ -41,6 +41,8 @@ class WorkerServiceStub:
     """The worker's counts, for operators and for the quiescence check."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChangeRoleRequest, _worker_pb2.ChangeRoleResponse]
+    """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing."""
     TakePrefixes: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]
     """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]
@@ -65,6 +67,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The worker's counts, for operators and for the quiescence check."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChangeRoleRequest, _worker_pb2.ChangeRoleResponse]  # type: ignore[assignment]
+    """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing."""
     TakePrefixes: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]  # type: ignore[assignment]
     """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]  # type: ignore[assignment]
@@ -104,6 +108,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _worker_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ChangeRoleResponse, _abc.Awaitable[_worker_pb2.ChangeRoleResponse]]:
+        """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing."""
 
     @_abc_1.abstractmethod
     def TakePrefixes(

@@ -154,6 +154,7 @@ def _parts(
         pulls=pulls,
         outbox=outbox,
         endpoints=endpoints,
+        open_owners=set(),
         fetcher=fetcher,
         kept=kept,
         pins=pins,

@@ -118,13 +118,9 @@ class Draw:
         asked = len(prompt) - self.drawn
         history = (*prompt.tokens[asked:].tolist(), *outputs)
         grammar = self.grammars.state(self.params.grammar) if self.grammars and self.params.grammar else None
+        own = prompt.tokens[:asked]
         return SequenceDraw(
-            self.params,
-            prompt.tokens[:asked],
-            choice=choice,
-            outputs=history,
-            siblings=siblings,
-            grammar=grammar,
+            self.params, own, choice=choice, outputs=history, siblings=siblings, grammar=grammar
         )
 
 
@@ -139,7 +135,7 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """A checked PrefillCommand. ``deadline_seconds`` counts from its arrival; None: no deadline."""
+    """A checked PrefillCommand. ``deadline_seconds`` counts from its arrival; None: no deadline. ``epoch`` 0: any."""
 
     key: AttemptKey
     prompt: Prompt
@@ -152,11 +148,12 @@ class PrefillWork:
     preemptible: bool = True
     traceparent: str = ""
     session: bytes = b""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """A checked DecodeCommand. ``deadline_seconds`` counts from its arrival; None: no deadline.
+    """A checked DecodeCommand. ``deadline_seconds`` counts from its arrival; None: no deadline. ``epoch`` 0: any.
 
     ``owner`` None: no other worker computes the prompt.
     """
@@ -173,6 +170,7 @@ class DecodeWork:
     traceparent: str = ""
     portable: PortableRequest | None = None
     session: bytes = b""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +248,7 @@ def _prefill(command: pb.PrefillCommand, limits: Limits, grammars: Grammars | No
         preemptible=command.preemptible if command.HasField("preemptible") else True,
         traceparent=command.traceparent,
         session=_session(command),
+        epoch=command.epoch,
     )
 
 
@@ -273,6 +272,7 @@ def _decode(command: pb.DecodeCommand, limits: Limits, grammars: Grammars | None
         traceparent=command.traceparent,
         portable=_portable(command),
         session=_session(command),
+        epoch=command.epoch,
     )
 
 

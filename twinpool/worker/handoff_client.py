@@ -124,8 +124,8 @@ class OwnerLinks:
             link.out.close()
             del self._links[link.owner]
             metrics.HANDOFF_PEERS.set(len(self._links))
-            lost = partial(self._loop.role.on_owner_lost, link.owner, list(link.expected), reason, detail)
-            self._loop.post(lost)
+            lost = (link.owner, list(link.expected), reason, detail)
+            self._loop.post(lambda: self._loop.role.on_owner_lost(*lost))
             log.info(
                 "owner_link_ended", owner=str(link.owner), reason=pb.FailureReason.Name(reason), detail=detail
             )
@@ -150,10 +150,15 @@ class OwnerLinks:
         # The owner sends its metadata once it has taken the stream.
         async with asyncio.timeout(self._config.connect_timeout_seconds):
             await call.initial_metadata()
-        self._loop.post(partial(self._loop.role.on_owner_opened, peer))
+        # The role is the one that the worker has when it hears of it.
+        self._loop.post(lambda: self._loop.role.on_owner_opened(peer))
         log.info("owner_link_opened", owner=str(link.owner), endpoint=link.endpoint)
         async for message in call:
-            self._loop.post(partial(self._loop.role.on_owner_message, link.owner, message))
+            self._loop.post(partial(self._heard, link.owner, message))
+
+    def _heard(self, owner: WorkerKey, message: handoff_pb2.ExchangeResponse) -> None:
+        """On the step thread."""
+        self._loop.role.on_owner_message(owner, message)
 
     async def _requests(self, link: OwnerLink) -> AsyncIterator[handoff_pb2.ExchangeRequest]:
         yield handoff_pb2.ExchangeRequest(reader=worker_message(self._own.worker))

@@ -150,7 +150,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
                 other.out.close(TwinpoolError("CANCELLED", f"{reader} opened another stream"))
         stream = ReaderStream(next(self._numbers), reader)
         self._streams[stream.number] = stream
-        self._loop.post(partial(self._loop.role.on_reader_opened, stream.number, reader))
+        self._loop.post(lambda: self._loop.role.on_reader_opened(stream.number, reader))
         log.info("reader_opened", stream=stream.number, reader=str(reader))
         return stream
 
@@ -158,8 +158,12 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         stream.out.close()
         if self._streams.pop(stream.number, None) is None:
             return
-        self._loop.post(partial(self._loop.role.on_reader_closed, stream.number))
+        self._loop.post(lambda: self._loop.role.on_reader_closed(stream.number))
         log.info("reader_closed", stream=stream.number, reader=str(stream.reader))
+
+    def _heard(self, stream: int, message: handoff_pb2.ExchangeRequest) -> None:
+        """On the step thread: the role is the one that the worker has by now."""
+        self._loop.role.on_reader_message(stream, message)
 
     async def _listen(
         self, stream: ReaderStream, requests: AsyncIterator[handoff_pb2.ExchangeRequest]
@@ -167,7 +171,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         error: TwinpoolError | None = None
         try:
             async for message in requests:
-                self._loop.post(partial(self._loop.role.on_reader_message, stream.number, message))
+                self._loop.post(partial(self._heard, stream.number, message))
         except Exception as caught:
             log.warning("reader_stream_failed", stream=stream.number, type=type(caught).__name__)
             error = errors.as_twinpool_error(caught)

@@ -2,7 +2,7 @@
 """Health of a worker that means something.
 
 *Live*: its loops tick: the event loop, the step loop (a step ends, or there is nothing to run) and the transfer thread.
-*Ready*: it is live, its lease lives, its transfer path works, and it does not drain.
+*Ready*: it is live, its lease lives, its transfer path works, and it neither drains nor changes its role.
 
 What follows from each:
 
@@ -117,7 +117,7 @@ class Health:
         )
         self._task: asyncio.Task[None] | None = None
         self._shown: tuple[bool, bool, bool] | None = None
-        self._draining = False
+        self._draining = self._flipping = False
         self.causes: tuple[str, ...] = ()
         """Why the worker is not ready, of ``CAUSES``."""
 
@@ -129,12 +129,21 @@ class Health:
     @property
     def ready(self) -> bool:
         """Whether others should count on it."""
-        return not self.causes and not self._draining
+        return not self.causes and not self._draining and not self._flipping
+
+    @property
+    def draining(self) -> bool:
+        """Whether the worker leaves."""
+        return self._draining
+
+    @property
+    def unfit(self) -> tuple[str, ...]:
+        """Why it cannot do what it is asked for: without a lease it can."""
+        return tuple(cause for cause in self.causes if cause != LEASE)
 
     @property
     def _serves(self) -> bool:
-        """Whether it can do what it is asked for: without a lease it can."""
-        return not set(self.causes) - {LEASE}
+        return not self.unfit
 
     async def start(self) -> None:
         """Says how the worker is, and begins to watch."""
@@ -146,6 +155,15 @@ class Health:
     def drain(self) -> None:
         """The worker leaves: it is not ready from now on, but still watched."""
         self._draining = True
+
+    def begin_flip(self) -> None:
+        """The worker changes its role: it is not ready until that has ended, and its record is not written from here."""
+        self._flipping = True
+
+    def end_flip(self) -> WorkerState.ValueType:
+        """It has a role again; the state that its record is to have."""
+        self._flipping = False
+        return WorkerState.WORKER_STATE_READY if self._serves else WorkerState.WORKER_STATE_UNREADY
 
     async def stop(self) -> None:
         """Ends the watch. Idempotent."""
@@ -167,7 +185,8 @@ class Health:
             await asyncio.sleep(self._watchdog.period_seconds)
 
     async def _show(self) -> None:
-        live, ready, welcome = self.live, self.ready, self._serves and not self._draining
+        live, ready = self.live, self.ready
+        welcome = self._serves and not self._draining and not self._flipping
         if self._shown == (live, ready, welcome):
             return
         self._shown = (live, ready, welcome)
@@ -190,7 +209,7 @@ class Health:
         self.causes = causes
         self._serving.stall(f"stands still: {', '.join(sorted(still))}" if still else "")
         self._serving.refuse(f"its transfer path is broken: {self._probe.detail}" if broken else "")
-        if serves != served and not self._draining:
+        if serves != served and not self._draining and not self._flipping:
             state = WorkerState.WORKER_STATE_READY if serves else WorkerState.WORKER_STATE_UNREADY
             self._registration.update_state(state)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker: one engine, one pool, one agent, one role, behind one gRPC server.
+"""A worker: one engine, one pool, one agent, one role at a time, behind one gRPC server.
 
-Start: bind, load the model (registered as *starting* meanwhile), register the pool with the transfer layer, serve, become
-*ready*. Stop: become *draining*, refuse new work, wait for what runs, leave etcd, close streams, threads and store.
+Start: bind, ask etcd for the role that it had last, load the model (registered as *starting* meanwhile), register the pool with
+the transfer layer, serve, become *ready*. Stop: become *draining*, refuse new work, wait for what runs, leave etcd, close
+streams, threads and store.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from twinpool import metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.calibration import Calibration
-from twinpool.errors import ConfigError
+from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.ids import WorkerKey, new_incarnation
 from twinpool.logs import get_logger
 from twinpool.membership import Registration
@@ -29,9 +30,11 @@ from twinpool.store import Store, connect_store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.control_pb2 import CostModel, WorkerRecord, WorkerState
 from twinpool.worker.commands import worker_id
+from twinpool.worker.flip import NAMES, RoleFlip
 from twinpool.worker.health import Health
 from twinpool.worker.kv_events import EventPublisher, SegmentWriter
 from twinpool.worker.prefix_offer import PrefixOffer
+from twinpool.worker.role_book import RoleBook
 from twinpool.worker.serving import Serving
 from twinpool.worker.stack import EngineStack, Facts, build_stack, describe
 from twinpool.worker.step_loop import LoopEndedError
@@ -80,6 +83,10 @@ class WorkerHost:
         self._record: WorkerRecord | None = None
         self._events: EventPublisher | None = None
         self._segments: SegmentWriter | None = None
+        self._book: RoleBook | None = None
+        self._flip: RoleFlip | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._recalled = True
 
     async def start(self) -> None:
         """Returns when the worker is ready. Raises TwinpoolError (CheckpointError, ConfigError ...) or TransferError, and
@@ -101,6 +108,7 @@ class WorkerHost:
             seconds = self._config.worker.drain_timeout_seconds if drain_seconds is None else drain_seconds
             log.info("worker_draining", worker=str(self.key), seconds=seconds)
             self._health.drain()
+            await self._end_flip()
             # Routers stop placing here as soon as they see the record; what they still send is refused.
             self._registration.update_state(WorkerState.WORKER_STATE_DRAINING)
             if self._server is not None:
@@ -169,7 +177,6 @@ class WorkerHost:
         self._server = rpc.Server(config.rpc, config.tls, audit=audit)
         port = self._server.bind(config.worker.host, config.worker.port)
         self.endpoint = rpc.join_address(config.worker.host, port)
-        tracing.setup(config.tracing, self._role_name, self.key.name)
         if config.metrics.enabled:
             metrics_port = metrics.start_http(config.metrics.host, config.metrics.port)
             self.metrics_endpoint = rpc.join_address(config.metrics.host, metrics_port)
@@ -178,6 +185,8 @@ class WorkerHost:
         self._events = EventPublisher(config.kv_events, self.key, facts.served_name, config.kv.block_tokens)
         self._events.open(config.worker.host)
         self._store = await asyncio.to_thread(connect_store, config.cluster)
+        await self._recall_role(self._store)
+        tracing.setup(config.tracing, self._role_name, self.key.name)
         stack = await self._load(facts, self._store)
         self._serving = Serving(config, self._role_name, self.key, stack, self._events.publish)
         self._serving.failed.add_done_callback(lambda failed: self._fail(Failure(failed.result())))
@@ -195,9 +204,55 @@ class WorkerHost:
             lambda detail: self._fail(Failure(detail)),
             self._end_process,
         )
+        self._start_flips(self._serving, self._registration, self._health)
         await self._health.start()
         seconds = round(time.monotonic() - started, 2)
         log.info("worker_ready", worker=str(self.key), endpoint=self.endpoint, seconds=seconds)
+
+    async def _recall_role(self, store: Store) -> None:
+        """The role that the worker had last is its role; the one that it was started with is for its first start."""
+        config = self._config
+        self._book = RoleBook(store, config.cluster.name, config.worker.pool, self.key)
+        try:
+            last = await self._book.last()
+        except TwinpoolError as error:
+            # It serves without etcd; once etcd can be read it changes to the role.
+            self._recalled = False
+            log.warning("role_not_read", reason=error.reason, detail=error.message)
+            return
+        if last is not None and ROLES[self._role_name] != last:
+            log.info("role_recalled", worker=str(self.key), configured=self._role_name, role=NAMES[last])
+            self._role_name = NAMES[last]
+
+    def _start_flips(self, serving: Serving, registration: Registration, health: Health) -> None:
+        assert self._book is not None
+        self._flip = RoleFlip(
+            self.key,
+            ROLES[self._role_name],
+            serving,
+            registration,
+            health,
+            self._book,
+            self._has_role,
+            self._config.worker.drain_timeout_seconds,
+        )
+        serving.flip = self._flip.ask
+        if not self._recalled:
+            self._following = asyncio.create_task(self._flip.follow_last(), name="follow-role")
+
+    def _has_role(self, role: pb.Role.ValueType) -> None:
+        self._role_name = NAMES[role]
+        if self._record is not None:
+            self._record.role = role
+        rename = partial(tracing.rename, self._config.tracing, self._role_name, self.key.name)
+        asyncio.get_running_loop().run_in_executor(None, rename)
+
+    async def _end_flip(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        if self._flip is not None:
+            await self._flip.stop()
 
     def _start_events(self, events: EventPublisher, store: Store, registration: Registration) -> None:
         events.start()
@@ -264,6 +319,7 @@ class WorkerHost:
             model_path=str(Path(config.model.path).resolve()),
             pid=os.getpid(),
             started_at=started_at,
+            epoch=1,
             events_endpoint=self._events.events_endpoint if self._events is not None else "",
             replay_endpoint=self._events.replay_endpoint if self._events is not None else "",
         )
@@ -291,6 +347,7 @@ class WorkerHost:
 
     async def _close(self) -> None:
         """Ends what there is, each part even if another one fails: first what others see, last what it stands on."""
+        await _quietly("flip", self._end_flip())
         if self._health is not None:
             await _quietly("health", self._health.stop())
         if self._segments is not None:

@@ -58,4 +58,5 @@ class Inspector:
             kept_answers=len(self._parts.kept),
             prefix_pinned_blocks=blocks.prefix_pinned_blocks,
             prefix_pins=blocks.prefix_pins,
+            epoch=self._loop.role.epoch,
         )

@@ -110,5 +110,22 @@ class KeptAnswers:
             del self._by_key[entry.request.key]
 
 
+def means(portable: PortableRequest, stream_id: str, key: bytes) -> bool:
+    """Whether an answer is the one that is asked for, by its stream or else by its key."""
+    return portable.stream_id == stream_id if stream_id else bool(key) and portable.key == key
+
+
+def told(
+    answers: KeptAnswers, stream_id: str, key: bytes, digest: bytes, forget: bool
+) -> PortableState | None:
+    """What another router hears of an answer that is kept."""
+    state = answers.find(stream_id, key)
+    if state is not None and forget:
+        answers.forget(state.request.stream_id)
+    elif state is not None and not stream_id and state.request.digest != digest:
+        return PortableState(request=state.request)
+    return state
+
+
 def _progress(entry: KeptAnswer) -> tuple[int, int]:
     return entry.request.moves, sum(len(row) for row in entry.rows)

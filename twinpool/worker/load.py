@@ -60,6 +60,10 @@ class LoadReporter:
         """Records a step's duration."""
         self._steps.append(seconds)
 
+    def forget_steps(self) -> None:
+        """Steps take another time from now on: those of the other role say nothing."""
+        self._steps.clear()
+
     def step_seconds(self) -> float:
         """Median of the last steps; 0 before the first."""
         return median(self._steps) if self._steps else 0.0

@@ -19,7 +19,8 @@ from twinpool.worker.prefix_pins import PrefixPins
 class WorkerParts:
     """Given to a role's factory. All but ``worker`` and ``limits`` belong to the step thread.
 
-    ``endpoints`` says where owners listen; the role enters an owner before it expects something from it.
+    ``endpoints`` says where owners listen; the role enters an owner before it expects something from it. ``open_owners`` are those
+    to whom a link is up. Links outlive a change of role, so this does, too.
     """
 
     worker: WorkerKey
@@ -30,6 +31,7 @@ class WorkerParts:
     pulls: PullManager
     outbox: Outbox
     endpoints: dict[WorkerKey, str]
+    open_owners: set[WorkerKey]
     fetcher: PrefixFetcher
     kept: KeptAnswers
     pins: PrefixPins

@@ -27,9 +27,18 @@ class RoleHandler(Protocol):
         """Which role this is."""
         ...
 
+    epoch: int
+    """The worker's epoch. It rises with each change of role, also with one that is given up; commands of another one are
+    refused."""
+
     @property
     def requests(self) -> int:
-        """Attempts that hold anything on this worker."""
+        """Attempts that hold anything on this worker, and readers of its cached prefixes."""
+        ...
+
+    @property
+    def attempts(self) -> int:
+        """Attempts alone: what must have ended before the role can be replaced."""
         ...
 
     # routers

@@ -22,6 +22,7 @@ from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.resume_pb2 import PortableState
 from twinpool.worker.attempts import AttemptLike, AttemptTable
 from twinpool.worker.commands import CancelWork, CommandError, DecodeWork, PrefillWork, Reason, Work
+from twinpool.worker.kept import told
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.prefix_fetch import PrefixFetch
 from twinpool.worker.tokens import scored_messages
@@ -50,6 +51,7 @@ class RoleBase(ABC, Generic[A, W]):
     """Attempts of kind ``A`` that start with work of kind ``W``. Step thread only."""
 
     def __init__(self, parts: WorkerParts) -> None:
+        self.epoch = 1
         self._limits = parts.limits
         self._scheduler = parts.scheduler
         self._blocks = parts.blocks
@@ -58,6 +60,8 @@ class RoleBase(ABC, Generic[A, W]):
         self._fetcher = parts.fetcher
         self._pins = parts.pins
         self._endpoints = parts.endpoints
+        self._open_owners = parts.open_owners
+        self._kept = parts.kept
         self._outbox = parts.outbox
         self._clock = parts.clock
         self._attempts: AttemptTable[A] = AttemptTable()
@@ -71,6 +75,11 @@ class RoleBase(ABC, Generic[A, W]):
     def requests(self) -> int:
         """Attempts that hold anything on this worker, those that read its cached prefixes included."""
         return len(self._attempts) + self._offers.fetches
+
+    @property
+    def attempts(self) -> int:
+        """See RoleHandler."""
+        return len(self._attempts)
 
     @abstractmethod
     def _work_kind(self) -> type[W]:
@@ -97,7 +106,10 @@ class RoleBase(ABC, Generic[A, W]):
             self._cancel(session, work)
             return
         kind, left = self._work_kind(), work.deadline_seconds
-        if not isinstance(work, kind):
+        if work.epoch not in (0, self.epoch):
+            detail = f"the command is of epoch {work.epoch}, the worker in epoch {self.epoch}"
+            self._tell_failed(session, work.key, pb.FAILURE_REASON_STALE_EPOCH, detail)
+        elif not isinstance(work, kind):
             detail = f"the role of this worker is {pb.Role.Name(self.role)}"
             self._tell_failed(session, work.key, pb.FAILURE_REASON_NOT_SERVING, detail)
         elif work.key in self._attempts:
@@ -130,8 +142,8 @@ class RoleBase(ABC, Generic[A, W]):
             self._end(attempt, None, pb.FAILURE_REASON_PEER_LOST, "the router's session ended")
 
     def take_over(self, stream_id: str, key: bytes, digest: bytes, forget: bool) -> PortableState | None:
-        """See RoleHandler. Nothing to tell for a role that draws no more than first tokens."""
-        return None
+        """See RoleHandler. What is kept is from a time in which the worker had another role, or from attempts that ended."""
+        return told(self._kept, stream_id, key, digest, forget)
 
     def _forget(self, attempt: A) -> None:
         """The router says that the answer is over: nothing of it has to be kept for another one."""
@@ -158,6 +170,7 @@ class RoleBase(ABC, Generic[A, W]):
             self._fail(attempt, pb.FAILURE_REASON_DEADLINE, "the deadline passed")
         self._offers.tick(now)
         self._pulls.tick(now)
+        self._kept.tick(now)
 
     def next_wake(self, now: float) -> float | None:
         """See RoleHandler."""
@@ -276,7 +289,8 @@ class RoleBase(ABC, Generic[A, W]):
         """See RoleHandler. Nothing to do for a role that offers nothing."""
 
     def on_owner_opened(self, owner: PeerDescriptor) -> None:
-        """See RoleHandler. Nothing to do for a role that reads nothing."""
+        """See RoleHandler."""
+        self._open_owners.add(owner.worker)
 
     def on_owner_message(self, owner: WorkerKey, message: handoff.ExchangeResponse) -> None:
         """See RoleHandler."""
@@ -286,6 +300,7 @@ class RoleBase(ABC, Generic[A, W]):
         self, owner: WorkerKey, expected: list[AttemptKey], reason: Reason, detail: str
     ) -> None:
         """See RoleHandler."""
+        self._open_owners.discard(owner)
         self._endpoints.pop(owner, None)
         failure = HandoffFailure(HandoffFault.PEER_LOST, detail, reason)
         self._pulls.owner_lost(self._clock(), owner, failure, expected)

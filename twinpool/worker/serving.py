@@ -5,10 +5,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from twinpool import rpc
+from twinpool import launch, rpc
 from twinpool.config import TwinpoolConfig
+from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.transfer.base import TransferError
@@ -24,8 +26,9 @@ from twinpool.worker.inspect import Inspector
 from twinpool.worker.kv_events.shadow import RawEvent
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.prefix_take import PrefixTaker
+from twinpool.worker.role import RoleHandler
 from twinpool.worker.seam import seam_of
-from twinpool.worker.session import WorkerService
+from twinpool.worker.session import ChangeRole, WorkerService
 from twinpool.worker.stack import EngineStack
 from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
 
@@ -82,6 +85,8 @@ class Serving:
         self._heat = PromptHeat()
         self.drain_asked: asyncio.Future[float | None] = self._aio.create_future()
         """Done when somebody has asked the worker to leave, with how long its requests may take (None: as configured)."""
+        self.flip: ChangeRole | None = None
+        """Who changes the worker's role; None: the worker has not started."""
         self._sessions: WorkerService | None = None
         self._readers: HandoffService | None = None
         self._owners: OwnerLinks | None = None
@@ -140,6 +145,38 @@ class Serving:
         if self._sessions is not None:
             self._sessions.refuse(why)
 
+    # --- a change of role; see ``RoleFlip``
+
+    def hold_off(self, flipping: bool) -> None:
+        """Refuses new work while the worker changes its role; what runs goes on."""
+        if self._sessions is not None:
+            self._sessions.hold_off(flipping)
+
+    async def free(self) -> None:
+        """Waits until no attempt is left. Others may read cached prefixes meanwhile and afterwards. Raises LoopEndedError."""
+        await outcome(self._loop.when_quiet(readers=False))
+
+    async def change_role(self, role_name: str, epoch: int) -> None:
+        """Gives the worker another role, with all that it has. Raises LoopEndedError."""
+        role: RoleHandler = launch.role_factory(role_name)(self._assembly.parts)
+        role.epoch = epoch
+        await outcome(self._loop.call(partial(self._loop.replace_role, role)))
+
+    def raise_epoch(self, epoch: int) -> None:
+        """The worker keeps its role; commands of earlier epochs are refused from now on."""
+
+        def rise() -> None:
+            self._loop.role.epoch = epoch
+
+        self._loop.post(rise)
+
+    def _change_asked(
+        self, role: pb.Role.ValueType, epoch: int, seconds: float | None
+    ) -> pb.ChangeRoleResponse:
+        if self.flip is None:
+            raise TwinpoolError("FLIP_REFUSED", f"worker {self._worker} is starting")
+        return self.flip(role, epoch, seconds)
+
     async def start(self, server: rpc.Server) -> None:
         """Registers the pool with the transfer layer, starts the threads and adds the services to ``server``.
 
@@ -157,7 +194,6 @@ class Serving:
         )
         self._sessions = WorkerService(
             worker=self._worker,
-            role=self._loop.role.role,
             limits=parts.limits,
             loop=self._loop,
             inspector=inspector,
@@ -165,6 +201,7 @@ class Serving:
             taker=PrefixTaker(self._loop, parts.fetcher, parts.limits),
             pins=parts.pins,
             on_drain=self._drain_asked,
+            on_change_role=self._change_asked,
             grammars=self._stack.grammars,
         )
         self._readers = HandoffService(own=own, loop=self._loop, role_domain=config.tls.role_domain)

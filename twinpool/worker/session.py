@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from twinpool import errors, metrics
 from twinpool.engine.sampling import GrammarError, Grammars
@@ -41,13 +41,16 @@ SESSIONS_MAX: Final = 1024
 """Most routers that are served at a time."""
 
 DRAIN_SECONDS_MAX: Final = 86400.0
-"""Longest time for requests that whoever asks a worker to leave may name."""
+"""Longest time for requests that whoever asks a worker to leave, or to change its role, may name."""
 
 HELLO_SECONDS: Final = 10.0
 """A stream that says nothing for so long is not a router's."""
 
 log = get_logger(__name__)
 T = TypeVar("T")
+
+ChangeRole: TypeAlias = Callable[[pb.Role.ValueType, int, float | None], pb.ChangeRoleResponse]
+"""Begins a change of role or says how far it is: role, epoch as it is known, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self,
         *,
         worker: WorkerKey,
-        role: pb.Role.ValueType,
         limits: Limits,
         loop: StepLoop,
         inspector: Inspector,
@@ -74,12 +76,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         taker: PrefixTaker,
         pins: PrefixPins,
         on_drain: Callable[[float | None], object],
+        on_change_role: ChangeRole,
         grammars: Grammars | None = None,
     ) -> None:
         """``heat`` is told of each prompt, on the step thread; ``on_drain`` that the worker is to leave, and how long its
-        requests may take. ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
+        requests may take; ``on_change_role`` which role it is to have, in which epoch that was asked, and how long it may take.
+        ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
         self._worker = worker
-        self._role = role
         self._limits = limits
         self._loop = loop
         self._inspector = inspector
@@ -87,12 +90,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._taker = taker
         self._pins = pins
         self._on_drain = on_drain
+        self._on_change_role = on_change_role
         self._grammars = grammars
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
         self._draining = False
         self._stalled = ""
         self._unfit = ""
+        self._flipping = False
 
     @property
     def sessions(self) -> int:
@@ -106,6 +111,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def refuse(self, why: str) -> None:
         """As ``drain``, until it is called with ""."""
         self._unfit = why
+
+    def hold_off(self, flipping: bool) -> None:
+        """As ``refuse``, while the worker changes its role."""
+        self._flipping = flipping
 
     def stall(self, why: str) -> None:
         """Ends every session, so that routers place what runs here elsewhere, and takes none until it is called with ""."""
@@ -137,7 +146,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         session = self._open(hello)
         reader = asyncio.create_task(self._read(session, request_iterator), name=f"session-{session.number}")
         try:
-            welcome = pb.Welcome(worker=worker_id(self._worker), role=self._role)
+            role = self._loop.role
+            welcome = pb.Welcome(worker=worker_id(self._worker), role=role.role, epoch=role.epoch)
             yield pb.SessionResponse(welcome=welcome)
             async for message in session.out.messages():
                 yield message
@@ -153,26 +163,31 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Context) -> pb.TakeOverResponse:
         """See the protocol. Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
-        role = self._loop.role
-        take_over = partial(role.take_over, request.stream_id, request.key, request.digest, request.forget)
-        return pb.TakeOverResponse(state=await self._on_step_thread(take_over))
+        asked = (request.stream_id, request.key, request.digest, request.forget)
+        state = await self._on_step_thread(lambda: self._loop.role.take_over(*asked))
+        return pb.TakeOverResponse(state=state)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """See the protocol. Returns at once; a second call changes nothing."""
         self._check_meant(request.worker)
-        timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-        if timeout is not None and not 0 <= timeout <= DRAIN_SECONDS_MAX:
-            raise TwinpoolError(
-                "INVALID_ARGUMENT", f"timeout: {timeout:g} s is not in 0..{DRAIN_SECONDS_MAX:g}"
-            )
-        self._on_drain(timeout)
+        self._on_drain(_timeout(request))
         return pb.DrainResponse()
+
+    async def ChangeRole(self, request: pb.ChangeRoleRequest, context: Context) -> pb.ChangeRoleResponse:
+        """See the protocol and ``RoleFlip.ask``. Returns at once."""
+        self._check_meant(request.worker)
+        if request.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
+            raise TwinpoolError("INVALID_ARGUMENT", f"role: {request.role} is neither prefill nor decode")
+        answer = self._on_change_role(request.role, request.epoch, _timeout(request))
+        # As of now, whatever the step thread does: one that stands still must not keep this answer back.
+        answer.attempts = self._loop.role.attempts
+        return answer
 
     async def TakePrefixes(
         self, request: pb.TakePrefixesRequest, context: Context
     ) -> pb.TakePrefixesResponse:
-        """See the protocol. A worker that leaves or is unfit takes none."""
-        if self._draining or self._unfit or self._stalled:
+        """See the protocol. A worker that leaves, changes its role or is unfit takes none."""
+        if self._draining or self._unfit or self._stalled or self._flipping:
             raise TwinpoolError("DRAINING", f"worker {self._worker} takes no work")
         return await self._taker.take(request)
 
@@ -236,7 +251,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         metrics.WORKER_SESSIONS.set(len(self._sessions))
         number = session.number
         self._loop.post(partial(self._loop.load.close, number))
-        self._loop.post(partial(self._loop.role.on_session_closed, number))
+        self._loop.post(lambda: self._loop.role.on_session_closed(number))
         log.info("session_closed", session=number, router=session.router)
 
     async def _read(self, session: RouterSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
@@ -285,7 +300,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         session.out.send(pb.SessionResponse(failed=failed))
 
     def _check_serving(self) -> None:
-        why = "it is draining" if self._draining else self._unfit
+        flips = "it changes its role" if self._flipping else ""
+        why = "it is draining" if self._draining else self._unfit or flips
         if why:
             raise CommandError(pb.FAILURE_REASON_NOT_SERVING, f"worker {self._worker}: {why}")
 
@@ -300,3 +316,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """On the step thread: a cancel is answered in the call, so its time is the wait for the running step."""
         self._loop.role.on_work(number, work)
         metrics.WORKER_CANCEL_TIME.observe(time.monotonic() - arrived)
+
+
+def _timeout(request: pb.DrainRequest | pb.ChangeRoleRequest) -> float | None:
+    """The time that was asked for. Raises INVALID_ARGUMENT."""
+    timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+    if timeout is not None and not 0 <= timeout <= DRAIN_SECONDS_MAX:
+        raise TwinpoolError("INVALID_ARGUMENT", f"timeout: {timeout:g} s is not in 0..{DRAIN_SECONDS_MAX:g}")
+    return timeout

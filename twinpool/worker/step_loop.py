@@ -108,7 +108,8 @@ class StepLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._ended = False
-        self._quiet: list[Future[None]] = []
+        # Who waits for the end of what runs, and whether for readers of cached prefixes, too.
+        self._quiet: list[tuple[Future[None], bool]] = []
         self._heartbeat = clock()
         self.progress = 0
         """Steps that ended, and turns that found nothing to run: a number that stands still while there is work at hand."""
@@ -156,11 +157,20 @@ class StepLoop:
         self._put(run, future.cancel)
         return future
 
-    def when_quiet(self) -> "Future[None]":
-        """Done as soon as the role holds nothing. Cancelled if the loop ends before."""
+    def when_quiet(self, *, readers: bool = True) -> "Future[None]":
+        """Done as soon as the role holds nothing; without ``readers``, nothing but cached prefixes that others read. Cancelled
+        if the loop ends before."""
         quiet: Future[None] = Future()
-        self._put(lambda: self._quiet.append(quiet), quiet.cancel)
+        self._put(lambda: self._quiet.append((quiet, readers)), quiet.cancel)
         return quiet
+
+    def replace_role(self, role: RoleHandler) -> None:
+        """On the step thread: from now on the worker has this role. What attempts of the former one are left fail with NOT_SERVING,
+        which routers place anew; all else it worked with goes on in the new one."""
+        self.role.fail_all(pb.FAILURE_REASON_NOT_SERVING, "the worker has changed its role")
+        self._outbox.flush()
+        self.role = role
+        self.load.forget_steps()
 
     def _put(self, run: Callable[[], None], drop: Callable[[], object]) -> None:
         with self._wake:
@@ -180,7 +190,7 @@ class StepLoop:
                 left, self._inbox = self._inbox, deque()
             for _, drop in left:
                 drop()
-            for quiet in self._quiet:
+            for quiet, _ in self._quiet:
                 quiet.cancel()
 
     def _turns(self) -> None:
@@ -224,12 +234,18 @@ class StepLoop:
         if self.tap is not None:
             self.tap.drain()
         self._outbox.flush()
-        if self._quiet and not self.role.requests:
-            done, self._quiet = self._quiet, []
-            for quiet in done:
-                if quiet.set_running_or_notify_cancel():
-                    quiet.set_result(None)
+        if self._quiet:
+            self._tell_quiet()
         return worked
+
+    def _tell_quiet(self) -> None:
+        waiting, self._quiet = self._quiet, []
+        for quiet, readers in waiting:
+            if self.role.requests if readers else self.role.attempts:
+                if not quiet.cancelled():
+                    self._quiet.append((quiet, readers))
+            elif quiet.set_running_or_notify_cancel():
+                quiet.set_result(None)
 
     def _drain(self) -> None:
         with self._wake:

@@ -36,11 +36,13 @@ METHODS: list[tuple[str, type]] = [
     ("ControlService/ListWorkers", control_pb2.ListWorkersRequest),
     ("ControlService/DrainWorker", control_pb2.DrainWorkerRequest),
     ("ControlService/RestartWorker", control_pb2.RestartWorkerRequest),
+    ("ControlService/FlipWorker", control_pb2.FlipWorkerRequest),
     ("ControlService/GetOperation", control_pb2.GetOperationRequest),
     ("ControlService/ListOperations", control_pb2.ListOperationsRequest),
     ("WorkerService/Inspect", worker_pb2.InspectRequest),
     ("WorkerService/TakeOver", worker_pb2.TakeOverRequest),
     ("WorkerService/Drain", worker_pb2.DrainRequest),
+    ("WorkerService/ChangeRole", worker_pb2.ChangeRoleRequest),
     ("WorkerService/TakePrefixes", worker_pb2.TakePrefixesRequest),
     ("WorkerService/PinPrefix", worker_pb2.PinPrefixRequest),
     ("WorkerService/ReleasePrefix", worker_pb2.ReleasePrefixRequest),
@@ -76,6 +78,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.role = self
+        self.attempts = 0
 
     def call(self, do: Any) -> Any:
         done: Future[Any] = Future()
@@ -132,9 +135,10 @@ class World:
         self.blocks = BlockManager(64, 16, generations)
         operations = Still(records, TwinpoolConfig(), records, nothing, nothing)
         service = WorkerService(
-            worker=KEY, role=worker_pb2.ROLE_DECODE, limits=limits, loop=steps, inspector=nothing, heat=nothing,
+            worker=KEY, limits=limits, loop=steps, inspector=nothing, heat=nothing,
             taker=PrefixTaker(steps, nothing, limits), on_drain=self.nothing.drained.append,
             pins=pins_over(self.blocks, generations, limits),
+            on_change_role=lambda *_asked: worker_pb2.ChangeRoleResponse(),
         )  # fmt: skip
         server = rpc.Server(RpcConfig())
         server.add(
