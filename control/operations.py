@@ -8,13 +8,15 @@ anew goes on where the last one was.
     start  a restart: the next one is started, where this control process runs it
     ready  a restart: another incarnation is ready under the name
 
+Operations on pools have steps of their own: who carries them out registers them.
+
 A step that was begun may be begun again: each looks first whether it is done already.
 """
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, Protocol
 
 import grpc
@@ -28,8 +30,6 @@ from twinpool.store import Keys, Store
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
 
-DRAIN: Final = ("ask", "leave", "end")
-RESTART: Final = (*DRAIN, "start", "ready")
 ROLES: Final = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 LEAVE_SECONDS: Final = 45.0
@@ -67,6 +67,10 @@ class Pools(Protocol):
         ...
 
 
+Step = Callable[[pb.Operation], Awaitable[None]]
+Listener = Callable[[pb.Operation, str], None]
+
+
 class Operations:
     """One a control process. On its event loop."""
 
@@ -86,27 +90,77 @@ class Operations:
         self._connect = connect
         self._known: dict[str, pb.Operation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._listeners: list[Listener] = []
+        self._beginning = asyncio.Lock()
+        leave: dict[str, Step] = {"ask": self._ask, "leave": self._leave, "end": self._end}
+        self._steps: dict[int, Mapping[str, Step]] = {
+            pb.OPERATION_KIND_DRAIN: leave,
+            pb.OPERATION_KIND_RESTART: leave | {"start": self._start, "ready": self._ready},
+        }
+
+    def register(self, kind: "pb.OperationKind.ValueType", steps: Mapping[str, Step]) -> None:
+        """Gives a kind of operation its steps, in their order. Each looks first whether it is done already; what it raises ends
+        the operation as failed. To be called before ``load``."""
+        self._steps[kind] = steps
+
+    def listen(self, listener: Listener) -> None:
+        """``listener`` is told of each operation that has "begun", was "resumed", has "succeeded" or "failed"."""
+        self._listeners.append(listener)
 
     # --- what operators ask
 
     async def begin(
-        self, kind: "pb.OperationKind.ValueType", worker: str, seconds: float | None
+        self, kind: "pb.OperationKind.ValueType", worker: str, seconds: float | None, parent: str = ""
     ) -> pb.Operation:
-        """Records an operation and begins it. Asked again for the same while it runs, returns that one.
+        """Records an operation and begins it. Asked again for the same while it runs, returns that one. ``parent``: the operation
+        that it is a part of, or "reconciler"; a drain with a parent does not keep the worker's place empty.
 
         Raises WORKER_NOT_FOUND, OPERATION_RUNNING if another one of the worker runs, or STORE_UNAVAILABLE.
         """
-        running = next((op for op in self._of(worker) if op.state == pb.OPERATION_STATE_RUNNING), None)
-        if running is not None:
-            if running.kind == kind:
-                return running
-            raise TwinpoolError("OPERATION_RUNNING", f"{running.id} of {worker} is under way")
-        operation = self._make(kind, worker, seconds)
+        async with self._beginning:
+            running = next((op for op in self._of(worker) if op.state == pb.OPERATION_STATE_RUNNING), None)
+            if running is not None:
+                if running.kind == kind:
+                    return running
+                raise TwinpoolError("OPERATION_RUNNING", f"{running.id} of {worker} is under way")
+            operation = self._make(kind, worker, seconds)
+            operation.parent = parent
+            return await self.submit(operation)
+
+    async def submit(self, operation: pb.Operation) -> pb.Operation:
+        """Records an operation that was made elsewhere and begins it. Raises STORE_UNAVAILABLE."""
         await self._put(operation)
         self._known[operation.id] = operation
         self._spawn(operation)
-        await self._tidy(worker)
+        self._tell(operation, "begun")
+        await self._tidy(operation.worker.name)
         return operation
+
+    async def supersede(self, operation: pb.Operation, by: str) -> None:
+        """Ends an operation that another one takes the place of, unless it has ended."""
+        task = self._tasks.pop(operation.id, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if operation.state == pb.OPERATION_STATE_RUNNING:
+            operation.state = pb.OPERATION_STATE_FAILED
+            operation.error = f"OPERATION_SUPERSEDED: {by} has taken its place"
+            self._tell(operation, "failed")
+            await self._record(operation)
+
+    async def release(self, pool: str) -> None:
+        """Forgets that workers of a pool were drained for good. Raises STORE_UNAVAILABLE."""
+        retired = self.retired
+        held = [op for op in self.all() if op.pool == pool and op.worker.name in retired]
+        await self._forget(op for op in held if op.state != pb.OPERATION_STATE_RUNNING)
+
+    def running(self, kind: "pb.OperationKind.ValueType | None" = None) -> list[pb.Operation]:
+        """Those under way, of one kind if given; the newest first."""
+        return [
+            op
+            for op in self.all()
+            if op.state == pb.OPERATION_STATE_RUNNING and (kind is None or op.kind == kind)
+        ]
 
     def get(self, name: str) -> pb.Operation:
         """Raises OPERATION_NOT_FOUND."""
@@ -123,6 +177,7 @@ class Operations:
     async def load(self) -> None:
         """Reads what was recorded. Raises STORE_UNAVAILABLE."""
         snapshot = await asyncio.to_thread(self._store.list_prefix, self._keys.operations)
+        self._known.clear()
         for key, item in snapshot.items.items():
             with contextlib.suppress(Exception):
                 operation = pb.Operation.FromString(item.value)
@@ -135,27 +190,35 @@ class Operations:
             if operation.state == pb.OPERATION_STATE_RUNNING and operation.id not in self._tasks:
                 log.info("operation_resumed", operation=operation.id, step=_step_of(operation))
                 self._spawn(operation)
+                self._tell(operation, "resumed")
 
     async def stop(self) -> None:
         """Leaves everything as it is, for the next control process."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
 
     @property
     def retired(self) -> frozenset[str]:
-        """Workers that were drained for good, or are being: nobody is to start them."""
-        newest = {op.worker.name: op for op in reversed(self.all())}
+        """Workers that an operator drained for good, or is draining: nobody is to start them."""
+        newest = {op.worker.name: op for op in reversed(self.all()) if op.HasField("worker")}
         return frozenset(
             name
             for name, op in newest.items()
-            if op.kind == pb.OPERATION_KIND_DRAIN and op.state != pb.OPERATION_STATE_FAILED
+            if op.kind == pb.OPERATION_KIND_DRAIN
+            and op.state != pb.OPERATION_STATE_FAILED
+            and not op.parent
         )
 
     # --- inside
 
     def _of(self, worker: str) -> list[pb.Operation]:
-        return [op for op in self.all() if op.worker.name == worker]
+        return [op for op in self.all() if op.HasField("worker") and op.worker.name == worker]
+
+    def _tell(self, operation: pb.Operation, what: str) -> None:
+        for listener in self._listeners:
+            listener(operation, what)
 
     def _make(self, kind: "pb.OperationKind.ValueType", worker: str, seconds: float | None) -> pb.Operation:
         operation = pb.Operation(
@@ -182,15 +245,8 @@ class Operations:
 
     async def _run(self, operation: pb.Operation) -> None:
         """Never raises but for its cancellation, after which the operation is as it was."""
-        do: dict[str, Callable[[pb.Operation], Awaitable[None]]] = {
-            "ask": self._ask,
-            "leave": self._leave,
-            "end": self._end,
-            "start": self._start,
-            "ready": self._ready,
-        }
         try:
-            for name in RESTART if operation.kind == pb.OPERATION_KIND_RESTART else DRAIN:
+            for name, do in self._steps[operation.kind].items():
                 step = next((step for step in operation.steps if step.name == name), None)
                 if step is not None and step.HasField("done_at"):
                     continue
@@ -198,7 +254,7 @@ class Operations:
                     step = operation.steps.add(name=name)
                     step.began_at.GetCurrentTime()
                     await self._record(operation)
-                await do[name](operation)
+                await do(operation)
                 step.done_at.GetCurrentTime()
                 log.info("operation_step", operation=operation.id, step=name)
             operation.state = pb.OPERATION_STATE_SUCCEEDED
@@ -207,6 +263,9 @@ class Operations:
             operation.state = pb.OPERATION_STATE_FAILED
             operation.error = f"{known.reason}: {known.message}"
             log.warning("operation_failed", operation=operation.id, error=operation.error)
+        self._tell(
+            operation, "succeeded" if operation.state == pb.OPERATION_STATE_SUCCEEDED else "failed"
+        )
         await self._record(operation)
         self._tasks.pop(operation.id, None)
 

@@ -56,11 +56,15 @@ class Audited:
 METHODS: Final = {
     "ControlService/DrainWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/RestartWorker": Audited(True, "worker", ("timeout",)),
+    "ControlService/ScalePool": Audited(True, "pool", ("prefill", "decode", "timeout", "force")),
+    "ControlService/CordonWorker": Audited(True, "worker"),
+    "ControlService/UncordonWorker": Audited(True, "worker"),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),
     "RouterService/FetchRecording": Audited(False),
     "WorkerService/Drain": Audited(True, "worker", ("timeout",)),
+    "WorkerService/Cordon": Audited(True, "worker", ("cordoned",)),
 }
 """The methods that change the cluster or look into what others have asked."""
 

@@ -26,6 +26,7 @@ _CALLERS: Final[dict[str, frozenset[str]]] = {
     "WorkerService/TakePrefixes": frozenset({"worker"}),
     "WorkerService/PinPrefix": frozenset({"router"}),
     "WorkerService/ReleasePrefix": frozenset({"router"}),
+    "WorkerService/Cordon": _OVERSEERS,
     "WorkerService": _OVERSEERS | {"router"},
     "HandoffService": frozenset({"worker"}),
     "RouterService/HandOver": frozenset({"router"}),

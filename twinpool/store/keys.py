@@ -77,6 +77,24 @@ class Keys:
         return f"{self.pools}{_part(pool)}"
 
     @property
+    def cordons(self) -> str:
+        """Prefix of the names of workers that new work is kept away from."""
+        return f"{self.root}cordons/"
+
+    def cordon(self, worker: str) -> str:
+        """Key that says that new work is kept away from a worker."""
+        return f"{self.cordons}{_part(worker)}"
+
+    @property
+    def events(self) -> str:
+        """Prefix of what has happened."""
+        return f"{self.root}events/"
+
+    def event(self, event: str) -> str:
+        """Key of one event."""
+        return f"{self.events}{_part(event)}"
+
+    @property
     def operations(self) -> str:
         """Prefix of the running operations."""
         return f"{self.root}operations/"

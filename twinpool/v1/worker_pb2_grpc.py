@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/twinpool.v1.WorkerService/Cordon',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.CordonRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.CordonResponse.FromString,
+                _registered_method=True)
         self.TakePrefixes = channel.unary_unary(
                 '/twinpool.v1.WorkerService/TakePrefixes',
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesRequest.SerializeToString,
@@ -93,6 +98,13 @@ class WorkerServiceServicer:
 
     def Drain(self, request, context):
         """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +156,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.CordonRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.CordonResponse.SerializeToString,
             ),
             'TakePrefixes': grpc.unary_unary_rpc_method_handler(
                     servicer.TakePrefixes,
@@ -248,6 +265,33 @@ class WorkerService:
             '/twinpool.v1.WorkerService/Drain',
             twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/Cordon',
+            twinpool_dot_v1_dot_worker__pb2.CordonRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.CordonResponse.FromString,
             options,
             channel_credentials,
             insecure,

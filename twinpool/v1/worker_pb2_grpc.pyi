@@ -41,6 +41,8 @@ class WorkerServiceStub:
     """The worker's counts, for operators and for the quiescence check."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+    Cordon: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CordonRequest, _worker_pb2.CordonResponse]
+    """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow."""
     TakePrefixes: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]
     """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]
@@ -65,6 +67,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The worker's counts, for operators and for the quiescence check."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+    Cordon: _aio.UnaryUnaryMultiCallable[_worker_pb2.CordonRequest, _worker_pb2.CordonResponse]  # type: ignore[assignment]
+    """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow."""
     TakePrefixes: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]  # type: ignore[assignment]
     """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]  # type: ignore[assignment]
@@ -104,6 +108,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _worker_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CordonResponse, _abc.Awaitable[_worker_pb2.CordonResponse]]:
+        """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow."""
 
     @_abc_1.abstractmethod
     def TakePrefixes(

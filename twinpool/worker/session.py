@@ -74,10 +74,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         taker: PrefixTaker,
         pins: PrefixPins,
         on_drain: Callable[[float | None], object],
+        on_cordon: Callable[[bool], object],
         grammars: Grammars | None = None,
     ) -> None:
         """``heat`` is told of each prompt, on the step thread; ``on_drain`` that the worker is to leave, and how long its
-        requests may take. ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
+        requests may take; ``on_cordon`` whether new work is to go elsewhere. ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
         self._worker = worker
         self._role = role
         self._limits = limits
@@ -87,6 +88,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._taker = taker
         self._pins = pins
         self._on_drain = on_drain
+        self._on_cordon = on_cordon
         self._grammars = grammars
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
@@ -167,6 +169,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             )
         self._on_drain(timeout)
         return pb.DrainResponse()
+
+    async def Cordon(self, request: pb.CordonRequest, context: Context) -> pb.CordonResponse:
+        """See the protocol. Routers follow the record; what is on its way here still runs."""
+        self._check_meant(request.worker)
+        self._on_cordon(request.cordoned)
+        return pb.CordonResponse()
 
     async def TakePrefixes(
         self, request: pb.TakePrefixesRequest, context: Context

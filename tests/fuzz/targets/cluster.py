@@ -134,6 +134,7 @@ class World:
         service = WorkerService(
             worker=KEY, role=worker_pb2.ROLE_DECODE, limits=limits, loop=steps, inspector=nothing, heat=nothing,
             taker=PrefixTaker(steps, nothing, limits), on_drain=self.nothing.drained.append,
+            on_cordon=lambda _cordoned: None,
             pins=pins_over(self.blocks, generations, limits),
         )  # fmt: skip
         server = rpc.Server(RpcConfig())

@@ -30,6 +30,10 @@ UNAUDITED = {
     "ControlService/ListWorkers",
     "ControlService/GetOperation",
     "ControlService/ListOperations",
+    "ControlService/ListPools",
+    "ControlService/DescribeWorker",
+    "ControlService/ListEvents",
+    "ControlService/WatchEvents",
     "WorkerService/Inspect",
     # Work, and what processes of the cluster tell one another.
     "WorkerService/Session",
