@@ -206,9 +206,7 @@ class Operations:
         return frozenset(
             name
             for name, op in newest.items()
-            if op.kind == pb.OPERATION_KIND_DRAIN
-            and op.state != pb.OPERATION_STATE_FAILED
-            and not op.parent
+            if op.kind == pb.OPERATION_KIND_DRAIN and op.state != pb.OPERATION_STATE_FAILED and not op.parent
         )
 
     # --- inside
@@ -263,9 +261,7 @@ class Operations:
             operation.state = pb.OPERATION_STATE_FAILED
             operation.error = f"{known.reason}: {known.message}"
             log.warning("operation_failed", operation=operation.id, error=operation.error)
-        self._tell(
-            operation, "succeeded" if operation.state == pb.OPERATION_STATE_SUCCEEDED else "failed"
-        )
+        self._tell(operation, "succeeded" if operation.state == pb.OPERATION_STATE_SUCCEEDED else "failed")
         await self._record(operation)
         self._tasks.pop(operation.id, None)
 

@@ -24,6 +24,8 @@ from twinpool.logs import get_logger
 ACTOR_STOP_SECONDS = 15.0
 HEAD_AWAY_SECONDS = 7 * 24 * 3600
 """How long Ray's processes wait for a head that is gone. Workers serve without it; only restarts need it."""
+HEALTH_SECONDS = 5.0
+"""Longest wait for what a worker's process says of it."""
 # Between two looks whether the name of an actor that was ended is free.
 NAME_SECONDS = 0.05
 
@@ -191,6 +193,21 @@ class RayPools:
         needs = self.needs(role)
         return await self._looker.ask(lambda: missing(needs, nodes())) or ""
 
+    def started(self, name: str) -> bool:
+        """Whether a worker has said that it was ready."""
+        future = self._started.get(name)
+        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+
+    async def lives(self, name: str) -> bool | None:
+        """Whether a worker says that it lives; None: its process does not answer."""
+        actor = self._actors.get(name)
+        if actor is None:
+            return None
+        with contextlib.suppress(Exception):
+            health = await asyncio.wait_for(_call(actor.health.remote()), HEALTH_SECONDS)
+            return bool(health.get("live"))
+        return None
+
     def log_lines(self, name: str) -> list[str]:
         """The last lines of a worker's log; none if it is on another host."""
         return log_tail(self._log_dir / f"{name}.log")
@@ -234,7 +251,9 @@ class RayPools:
             actor = actor or await asyncio.to_thread(ray.get_actor, name)
             await self._run(partial(ray.kill, actor, no_restart=True))
         await self._run(partial(_remove_group, name))
-        while await asyncio.to_thread(_is_named, name):
+        while True:
+            if not await asyncio.to_thread(_is_named, name):
+                break
             await asyncio.sleep(NAME_SECONDS)
         self._actors.pop(name, None)
         self._roles.pop(name, None)
@@ -244,6 +263,14 @@ class RayPools:
         own = self.managed and role in ROLES and first_role(self._config.worker.pool, name) is not None
         if own and name not in self._actors:
             await self._run(self._create, role, name)
+
+    async def disown(self) -> None:
+        """Forgets the workers without ending them: another process looks after them."""
+        for future in self._started.values():
+            future.cancel()
+        await asyncio.gather(*self._started.values(), return_exceptions=True)
+        self._started.clear()
+        self._actors.clear()
 
     async def stop(self) -> None:
         """Stops every worker in order, unless they are to stay, then the local Ray."""

@@ -37,9 +37,7 @@ class _Members:
 
     def ready(self, role: worker_pb2.Role.ValueType) -> int:
         """Workers of a role that take work."""
-        return sum(
-            record.role == role and takes_work(record) for record in self.records.values()
-        )
+        return sum(record.role == role and takes_work(record) for record in self.records.values())
 
     @property
     def complete(self) -> bool:

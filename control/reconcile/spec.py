@@ -38,9 +38,7 @@ def configured(config: TwinpoolConfig) -> pb.PoolSpec:
     for role in ROLES:
         least, most = config.pools.bounds(role)
         wanted = config.pools.workers(role)
-        role_spec(spec, role).CopyFrom(
-            pb.RoleSpec(desired=wanted, least=least, most=most, configured=wanted)
-        )
+        role_spec(spec, role).CopyFrom(pb.RoleSpec(desired=wanted, least=least, most=most, configured=wanted))
     return spec
 
 
@@ -52,9 +50,7 @@ def merged(record: pb.PoolSpec, config: TwinpoolConfig) -> pb.PoolSpec:
         new, old = role_spec(said, role), role_spec(spec, role)
         wanted = new.desired if new.configured != old.configured else old.desired
         within = min(max(wanted, new.least), new.most)
-        old.CopyFrom(
-            pb.RoleSpec(desired=within, least=new.least, most=new.most, configured=new.configured)
-        )
+        old.CopyFrom(pb.RoleSpec(desired=within, least=new.least, most=new.most, configured=new.configured))
     if spec != record:
         spec.generation += 1
     return spec

@@ -179,9 +179,7 @@ class WorkerHost:
         self._events.open(config.worker.host)
         self._store = await asyncio.to_thread(connect_store, config.cluster)
         stack = await self._load(facts, self._store)
-        self._serving = Serving(
-            config, self._role_name, self.key, stack, self._events.publish, self._cordon
-        )
+        self._serving = Serving(config, self._role_name, self.key, stack, self._events.publish, self._cordon)
         self._serving.failed.add_done_callback(lambda failed: self._fail(Failure(failed.result())))
         await self._serving.start(self._server)
         await self._server.start()

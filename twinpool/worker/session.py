@@ -78,7 +78,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         grammars: Grammars | None = None,
     ) -> None:
         """``heat`` is told of each prompt, on the step thread; ``on_drain`` that the worker is to leave, and how long its
-        requests may take; ``on_cordon`` whether new work is to go elsewhere. ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
+        requests may take; ``on_cordon`` whether new work is to go elsewhere. ``grammars`` compiles what answers must follow;
+        None: this worker cannot draw by grammars."""
         self._worker = worker
         self._role = role
         self._limits = limits
