@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``twinpool drain``, ``twinpool restart`` and ``twinpool get operations``."""
 
-import asyncio
 import sys
 import time
 from typing import Annotated
 
-import grpc
 import typer
 
+from twinpool.control.cli.calls import CALL_SECONDS, ask, ended
 from twinpool.control.cli.output import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -16,25 +15,17 @@ from twinpool.control.cli.output import (
     FormatOption,
     emit_data,
     emit_rows,
-    err,
     fail,
 )
 from twinpool.control.cli.target import (
     ClusterOption,
     ControlOption,
-    control_channel,
     control_endpoint,
     run_command,
 )
-from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import control_pb2 as pb
-from twinpool.v1 import control_pb2_grpc
 
-POLL_SECONDS = 0.1
-CALL_SECONDS = 10.0
-# Longest wait for a control process that does not answer, which may be restarting.
-SILENCE_SECONDS = 60.0
-COLUMNS = ["id", "kind", "worker", "state", "step", "seconds", "error"]
+COLUMNS = ["id", "kind", "subject", "state", "step", "seconds", "reason", "error"]
 
 WorkerArgument = Annotated[str, typer.Argument(help="Name of the worker; see `twinpool get workers`.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return only when it is done; 1 if it failed.")]
@@ -61,7 +52,7 @@ def drain(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Take a worker out for good. Nothing fails: what runs there finishes or moves, and others take its cached prefixes."""
-    _confirm(f"Take {worker} out for good?", yes)
+    confirm(f"Take {worker} out for good?", yes)
     endpoint = control_endpoint(cluster, control)
     _operate(endpoint, pb.OPERATION_KIND_DRAIN, worker, wait, timeout, output)
 
@@ -76,7 +67,7 @@ def restart(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Drain a worker, then start another one under its name. Brings back one that was drained for good, too."""
-    _confirm(f"Restart {worker}?", yes)
+    confirm(f"Restart {worker}?", yes)
     endpoint = control_endpoint(cluster, control)
     _operate(endpoint, pb.OPERATION_KIND_RESTART, worker, wait, timeout, output)
 
@@ -84,40 +75,42 @@ def restart(
 def operations(
     cluster: ClusterOption = "local", control: ControlOption = "", output: FormatOption = Format.TABLE
 ) -> None:
-    """List drains and restarts, the newest first."""
+    """List what is changed, and what was, the newest first."""
 
-    async def ask() -> list[pb.Operation]:
-        async with control_channel(control_endpoint(cluster, control)) as connection:
-            stub = control_pb2_grpc.ControlServiceStub(connection)
-            try:
-                answer = await stub.ListOperations(pb.ListOperationsRequest(), timeout=CALL_SECONDS)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error) from error
-            return list(answer.operations)
-
-    emit_rows([row_of(found) | {"name": found.id} for found in run_command(ask())], COLUMNS, output)
+    asked = pb.ListOperationsRequest()
+    endpoint = control_endpoint(cluster, control)
+    answer = run_command(ask(endpoint, lambda stub: stub.ListOperations(asked, timeout=CALL_SECONDS)))
+    emit_rows([row_of(found) | {"name": found.id} for found in answer.operations], COLUMNS, output)
 
 
 def row_of(operation: pb.Operation) -> dict[str, object]:
     """An operation as commands print it."""
     began, steps = operation.created_at.ToNanoseconds(), operation.steps
+    scales = operation.kind == pb.OPERATION_KIND_SCALE
     running = operation.state == pb.OPERATION_STATE_RUNNING
     done = steps[-1].done_at.ToNanoseconds() if steps and steps[-1].HasField("done_at") else 0
     ended = time.time_ns() if running or not done else done
     return {
         "id": operation.id,
         "kind": pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower(),
+        "subject": operation.worker.name or operation.pool,
+        "pool": operation.pool,
         "worker": operation.worker.name,
         "incarnation": f"{operation.worker.incarnation:016x}",
         "state": pb.OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower(),
         "step": steps[-1].name if steps else "",
         "seconds": round((ended - began) / 1e9, 3),
+        "reason": operation.reason,
         "error": operation.error,
+        "parent": operation.parent,
+        "prefill": operation.prefill if scales else None,
+        "decode": operation.decode if scales else None,
         "successor": f"{operation.successor.incarnation:016x}" if operation.HasField("successor") else "",
     }
 
 
-def _confirm(question: str, yes: bool) -> None:
+def confirm(question: str, yes: bool) -> None:
+    """Ends the command unless the user agrees."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -135,6 +128,11 @@ def _operate(
     output: Format,
 ) -> None:
     operation = run_command(_run(endpoint, kind, worker, wait, timeout))
+    emit_operation(operation, output)
+
+
+def emit_operation(operation: pb.Operation, output: Format) -> None:
+    """Prints an operation, and ends the command as failed if it has."""
     row = row_of(operation)
     if output is Format.TABLE:
         emit_rows([row], COLUMNS, output)
@@ -149,46 +147,17 @@ def _operate(
 async def _run(
     endpoint: str, kind: "pb.OperationKind.ValueType", worker: str, wait: bool, timeout: float | None
 ) -> pb.Operation:
-    async with control_channel(endpoint) as connection:
-        stub = control_pb2_grpc.ControlServiceStub(connection)
-        try:
-            if kind == pb.OPERATION_KIND_DRAIN:
-                asked = pb.DrainWorkerRequest(worker=worker)
-                _set(asked, timeout)
-                operation = (await stub.DrainWorker(asked, timeout=CALL_SECONDS)).operation
-            else:
-                wanted = pb.RestartWorkerRequest(worker=worker)
-                _set(wanted, timeout)
-                operation = (await stub.RestartWorker(wanted, timeout=CALL_SECONDS)).operation
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        if wait:
-            operation = await _ended(stub, operation)
-        return operation
-
-
-async def _ended(stub: "control_pb2_grpc.ControlServiceAsyncStub", operation: pb.Operation) -> pb.Operation:
-    """Follows an operation to its end, also over a restart of the control process."""
-    step, heard_at = "", time.monotonic()
-    while operation.state == pb.OPERATION_STATE_RUNNING:
-        await asyncio.sleep(POLL_SECONDS)
-        try:
-            asked = pb.GetOperationRequest(id=operation.id)
-            operation = (await stub.GetOperation(asked, timeout=CALL_SECONDS)).operation
-            heard_at = time.monotonic()
-        except grpc.RpcError as error:
-            known = from_rpc_error(error)
-            if not _passing(known) or time.monotonic() - heard_at > SILENCE_SECONDS:
-                raise known from error
-        name = operation.steps[-1].name if operation.steps else ""
-        if name != step:
-            step = name
-            err.print(f"{operation.worker.name}: {step}")
-    return operation
-
-
-def _passing(error: TwinpoolError) -> bool:
-    return error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    if kind == pb.OPERATION_KIND_DRAIN:
+        asked = pb.DrainWorkerRequest(worker=worker)
+        _set(asked, timeout)
+        drained = await ask(endpoint, lambda stub: stub.DrainWorker(asked, timeout=CALL_SECONDS))
+        operation = drained.operation
+    else:
+        wanted = pb.RestartWorkerRequest(worker=worker)
+        _set(wanted, timeout)
+        begun = await ask(endpoint, lambda stub: stub.RestartWorker(wanted, timeout=CALL_SECONDS))
+        operation = begun.operation
+    return await ended(endpoint, operation) if wait else operation
 
 
 def _set(request: pb.DrainWorkerRequest | pb.RestartWorkerRequest, timeout: float | None) -> None:

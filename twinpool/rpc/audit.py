@@ -230,8 +230,10 @@ def _shown(request: Any, field: str) -> str | float:
     value: Any = getattr(request, field, "")
     if isinstance(value, str):
         return value[:CHARS_MAX]
-    if not request.HasField(field):
+    if request.DESCRIPTOR.fields_by_name[field].has_presence and not request.HasField(field):
         return ""
+    if isinstance(value, int | float):
+        return value
     return (
         value.ToNanoseconds() / 1e9
         if isinstance(value, Duration)
