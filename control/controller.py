@@ -46,12 +46,14 @@ log = get_logger(__name__)
 class Controller:
     """Start once, stop once; both on the same event loop."""
 
-    def __init__(self, config: TwinpoolConfig, store: Store, log_dir: Path) -> None:
-        """``log_dir``: each worker writes ``<name>.log`` there."""
+    def __init__(
+        self, config: TwinpoolConfig, store: Store, log_dir: Path, pools: RayPools | None = None
+    ) -> None:
+        """``log_dir``: each worker writes ``<name>.log`` there. ``pools``: who runs the workers, if not Ray of ``config``."""
         self._config = config
         self._store = store
         self.view = ClusterView(store, config)
-        self.pools = RayPools(config, log_dir)
+        self.pools = pools or RayPools(config, log_dir)
         self.events = EventLog(store, config.cluster.name)
         connect = partial(channel, config=config.rpc, tls=config.tls, role="worker")
         self.operations = Operations(store, config, self.view, self.pools, connect)
@@ -216,6 +218,8 @@ class Controller:
         kind = pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
         about = operation.worker.name if operation.HasField("worker") else operation.pool
         text = f"{kind} of {about}"
+        if operation.kind == pb.OPERATION_KIND_SCALE:
+            text += f" to {operation.prefill} prefill and {operation.decode} decode workers"
         if what == "failed":
             text += f": {operation.error}"
         with contextlib.suppress(KeyError):

@@ -64,6 +64,16 @@ class Cordons:
         self._events.record(reason, f"{worker} {what} new work", pool=pool, subject=worker)
         return record is not None and await self._tell(record, cordoned)
 
+    async def forget(self, workers: Iterable[str]) -> None:
+        """Of workers that are gone for good: the next one under a name is another worker. Raises STORE_UNAVAILABLE."""
+        for worker in sorted(self._names & set(workers)):
+            await asyncio.to_thread(self._store.delete, self._keys.cordon(worker))
+            self._names.discard(worker)
+
+    def names(self) -> frozenset[str]:
+        """Those that new work is kept away from."""
+        return frozenset(self._names)
+
     async def tell(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Tells each worker whose record says something else than the wish. What fails is tried in the next call."""
         wrong = [record for record in records if record.cordoned != (record.worker.name in self)]

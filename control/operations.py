@@ -148,10 +148,15 @@ class Operations:
             self._tell(operation, "failed")
             await self._record(operation)
 
-    async def release(self, pool: str) -> None:
-        """Forgets that workers of a pool were drained for good. Raises STORE_UNAVAILABLE."""
+    async def release(self, pool: str, by: str) -> None:
+        """Forgets that workers of a pool were drained for good; those that are being drained make their place free. Raises
+        STORE_UNAVAILABLE."""
         retired = self.retired
         held = [op for op in self.all() if op.pool == pool and op.worker.name in retired]
+        for operation in held:
+            if operation.state == pb.OPERATION_STATE_RUNNING and not operation.parent:
+                operation.parent = by
+                await self._put(operation)
         await self._forget(op for op in held if op.state != pb.OPERATION_STATE_RUNNING)
 
     def running(self, kind: "pb.OperationKind.ValueType | None" = None) -> list[pb.Operation]:

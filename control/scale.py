@@ -116,7 +116,7 @@ class Scaling:
                 before = self._specs.get(operation.pool).generation
                 spec = await self._specs.resize(operation.pool, operation.prefill, operation.decode)
                 # Who wants so many workers wants them to work: places that were kept empty are filled.
-                await self._operations.release(operation.pool)
+                await self._operations.release(operation.pool, operation.id)
                 break
             except TwinpoolError as error:
                 if error.reason != "STORE_UNAVAILABLE" or _late(operation):
@@ -133,8 +133,8 @@ class Scaling:
             )
 
     async def _converge(self, operation: pb.Operation) -> None:
-        turns = self._reconciler.turns
-        while self._reconciler.turns == turns or not self._reconciler.settled():
+        turns, wanted = self._reconciler.turns, {"prefill": operation.prefill, "decode": operation.decode}
+        while self._reconciler.turns == turns or not self._reconciler.settled(wanted):
             if (error := self._reconciler.hindrance()) is not None:
                 raise error
             if _late(operation):

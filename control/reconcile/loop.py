@@ -22,7 +22,7 @@ from twinpool.control.pools import RayPools
 from twinpool.control.reconcile.crashes import CrashBook
 from twinpool.control.reconcile.members import Members
 from twinpool.control.reconcile.observe import Phases, Sight, replicas_of
-from twinpool.control.reconcile.plan import Change, Drain, Replica, Stage, Start, plan
+from twinpool.control.reconcile.plan import Change, Drain, Replica, Stage, Start, first_role, plan
 from twinpool.control.reconcile.spec import PoolSpecs, desired
 from twinpool.control.reconcile.watchman import Watchman
 from twinpool.control.view import ClusterView
@@ -120,10 +120,10 @@ class Reconciler:
         replicas = [shown[name] for name in sorted(shown)]
         return pb.PoolStatus(spec=spec, replicas=replicas, managed=managed, waiting=self._waiting)
 
-    def settled(self) -> bool:
-        """Whether as many workers as are wanted take work, and none is on its way out."""
-        wanted = desired(self._specs.get(self._pool))
-        for role, count in wanted.items():
+    def settled(self, wanted: dict[str, int] | None = None) -> bool:
+        """Whether as many workers as are wanted (None: by the record) take work, and none is on its way out."""
+        counts = desired(self._specs.get(self._pool)) if wanted is None else wanted
+        for role, count in counts.items():
             mine = [each for each in self._replicas if each.role == role and each.stage is not Stage.HELD]
             if len(mine) != count or any(each.stage is not Stage.READY or each.busy for each in mine):
                 return False
@@ -212,6 +212,9 @@ class Reconciler:
         self._replicas = replicas_of(sight, self._pools, self._crashes)
         self._phases.update(self._replicas)
         await self._watchman.explain(self._replicas, self._phases)
+        known = {replica.name for replica in self._replicas} | set(sight.records)
+        gone = self._cordons.names() - known
+        await self._cordons.forget(name for name in gone if first_role(self._pool, name) is not None)
         changes = plan(self._pool, wanted, self._replicas)
         if any(isinstance(change, Drain) for change in changes):
             # Only now it matters who has the least to do.

@@ -82,7 +82,8 @@ def _replica(
     role = _role(name, sight, actors, crashes, operation)
     look = sight.looks.get(name)
     if operation is not None and operation.kind == pb.OPERATION_KIND_DRAIN:
-        stage = Stage.LEAVING
+        # What an operator drains keeps its place empty from the start.
+        stage = Stage.LEAVING if operation.parent else Stage.HELD
     elif name in sight.retired and not run:
         stage = Stage.HELD
     elif record is not None:
@@ -143,6 +144,8 @@ class Phases:
         phase = _PHASES[replica.stage]
         if record is not None and record.state == pb.WORKER_STATE_FLIPPING:
             phase = pb.REPLICA_PHASE_FLIPPING
+        elif record is not None and replica.stage is Stage.HELD:
+            phase = pb.REPLICA_PHASE_DRAINING
         since = Timestamp()
         since.FromNanoseconds(int(self._since.get(replica.name, (replica.stage, time.time()))[1] * 1e9))
         return pb.Replica(

@@ -110,13 +110,15 @@ class PoolSpecs:
         raise TwinpoolError("STORE_UNAVAILABLE", f"the record of {pool} changes all the time")
 
     async def refresh(self, pool: str) -> pb.PoolSpec:
-        """Reads the record of a pool. Raises POOL_NOT_FOUND, STORE_UNAVAILABLE."""
+        """Reads the record of a pool, and puts it again if etcd has lost it. Raises POOL_NOT_FOUND, STORE_UNAVAILABLE."""
         item = await asyncio.to_thread(self._store.get, self._keys.pool(pool))
-        spec = None if item is None else _parsed(item.value, pool)
+        spec, known = None if item is None else _parsed(item.value, pool), self.get(pool)
         if spec is None:
-            return self.get(pool)
-        self._known[pool] = spec
-        return spec
+            await self._write(known, None if item is None else item.mod_revision)
+        # While it was read, a newer one may have been written here.
+        elif spec.generation >= known.generation:
+            self._known[pool] = spec
+        return self.get(pool)
 
     async def resize(self, pool: str, prefill: int, decode: int) -> pb.PoolSpec:
         """Writes other numbers of workers. The same again changes nothing, so a step that was interrupted may do it again.
