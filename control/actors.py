@@ -37,11 +37,13 @@ class Look:
     """How often Ray has started it anew."""
     cause: str
     """What it died of, in Ray's words; empty: it lives, or Ray does not say."""
+    process: bool = True
+    """Whether it has a process. One that has none may wait for a place, or for the start of that process."""
 
     @property
     def placed(self) -> bool:
-        """Whether Ray has, or had, a place for it."""
-        return self.state in ("ALIVE", "DEAD")
+        """Whether Ray surely has, or had, a place for it."""
+        return self.process or self.state in ("ALIVE", "DEAD")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,22 @@ def look_at(actor_id: str) -> Look | None:
     row: Any = state.actors(actor_id)
     if not row or "State" not in row:
         return None
-    return Look(str(row["State"]), int(row["NumRestarts"]), _death(row.get("DeathCause")))
+    process = bool(row.get("Address", {}).get("IPAddress"))
+    return Look(str(row["State"]), int(row["NumRestarts"]), _death(row.get("DeathCause")), process)
+
+
+def waits(needs: Mapping[str, float]) -> bool:
+    """Whether an actor, or a placement group, that needs so much waits for a place. Blocks while Ray's head is away."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands
+    wanted = {name: amount for name, amount in needs.items() if amount}
+    return any(
+        dict(request.bundle) == wanted
+        for demand in (*demands.ray_task_actor_demand, *demands.placement_group_demand)
+        for request in demand.bundles_by_count
+    )
 
 
 def nodes() -> list[Node]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.config import TwinpoolConfig, to_yaml
-from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes
+from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waits
 from twinpool.control.reconcile.plan import ROLES, first_role
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
@@ -189,9 +189,9 @@ class RayPools:
         return {name: each for name, each in (found or {}).items() if each is not None}
 
     async def lacking(self, role: str) -> str:
-        """Why Ray has no place for another worker of a role, for people; "": it has one, or does not answer."""
+        """Why a worker of a role waits for a place, for people; "": none does, or Ray does not answer."""
         needs = self.needs(role)
-        return await self._looker.ask(lambda: missing(needs, nodes())) or ""
+        return await self._looker.ask(lambda: missing(needs, nodes()) if waits(needs) else "") or ""
 
     def started(self, name: str) -> bool:
         """Whether a worker has said that it was ready."""

@@ -135,7 +135,9 @@ class Scaling:
     async def _converge(self, operation: pb.Operation) -> None:
         turns, wanted = self._reconciler.turns, {"prefill": operation.prefill, "decode": operation.decode}
         while self._reconciler.turns == turns or not self._reconciler.settled(wanted):
-            if (error := self._reconciler.hindrance()) is not None:
+            # Of before the record was written it says nothing.
+            looked = self._reconciler.turns != turns
+            if looked and (error := self._reconciler.hindrance()) is not None:
                 raise error
             if _late(operation):
                 raise TwinpoolError("DEADLINE_EXCEEDED", self._state(operation))

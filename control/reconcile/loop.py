@@ -131,7 +131,7 @@ class Reconciler:
 
     def hindrance(self) -> TwinpoolError | None:
         """What keeps the pool from what it shall be for longer than it may; None: nothing."""
-        return self._watchman.hindrance(self._replicas, self._phases)
+        return self._watchman.hindrance(self._replicas)
 
     def failure(self, worker: str) -> TwinpoolError:
         """What a worker ended with last."""

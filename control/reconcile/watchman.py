@@ -42,7 +42,8 @@ class Watchman:
         self._looked_at = float("-inf")
         self._looks: dict[str, Look] = {}
         self._silent: dict[str, float] = {}
-        self._pending: dict[str, str] = {}
+        # Why those that wait for a place have none, and since when that is known.
+        self._pending: dict[str, tuple[str, float]] = {}
         self._failures: dict[str, TwinpoolError] = {}
 
     async def look(
@@ -127,19 +128,26 @@ class Watchman:
 
     async def explain(self, replicas: list[Replica], phases: Phases) -> None:
         """Finds out why workers have no place."""
-        pending = {each.name: each for each in replicas if each.stage is Stage.PENDING}
-        for name in set(self._pending) - set(pending):
+        now = time.monotonic()
+        there = {each.name: each for each in replicas}
+        causes: dict[str, str] = {}
+        for name, replica in there.items():
+            if replica.stage is not Stage.PENDING or phases.seconds(name) < PLACE_SECONDS:
+                continue
+            if replica.role not in causes:
+                causes[replica.role] = await self._pools.lacking(replica.role)
+            if cause := causes[replica.role]:
+                if name not in self._pending:
+                    self._say("ReplicaPending", name, f"Ray has no place for {name}: {cause}")
+                self._pending[name] = (cause, self._pending.get(name, ("", now))[1])
+        for name in list(self._pending):
+            waits = name in there and there[name].stage is Stage.PENDING
+            if waits and causes.get(there[name].role):
+                continue
             del self._pending[name]
-            self._events.record("ReplicaPlaced", f"Ray has a place for {name}", pool=self._pool, subject=name)
-        for name, replica in pending.items():
-            if phases.seconds(name) < PLACE_SECONDS:
-                continue
-            cause = await self._pools.lacking(replica.role)
-            if not cause or self._pending.get(name) == cause:
-                continue
-            if name not in self._pending:
-                self._say("ReplicaPending", name, f"Ray has no place for {name}: {cause}")
-            self._pending[name] = cause
+            if name in there:
+                text = f"Ray has a place for {name}"
+                self._events.record("ReplicaPlaced", text, pool=self._pool, subject=name)
 
     def failure(self, name: str) -> TwinpoolError:
         """What a worker ended with last: the error of its start, or what is known else."""
@@ -148,19 +156,20 @@ class Watchman:
     def cause(self, replica: Replica) -> str:
         """Why a replica is not ready, for people; "": there is nothing to say."""
         if replica.stage is Stage.PENDING:
-            return self._pending.get(replica.name, "Ray has not placed it yet")
+            return self._pending.get(replica.name, ("its process is not there yet", 0.0))[0]
         if replica.stage in (Stage.ABSENT, Stage.STARTING):
             return self._crashes.cause(replica.name)
         if replica.stage is Stage.HELD:
             return "an operator has drained it for good"
         return ""
 
-    def hindrance(self, replicas: list[Replica], phases: Phases) -> TwinpoolError | None:
+    def hindrance(self, replicas: list[Replica]) -> TwinpoolError | None:
         """What an operation need not wait for any longer."""
         now = time.monotonic()
         for replica in replicas:
-            name, seconds = replica.name, phases.seconds(replica.name)
-            if replica.stage is Stage.PENDING and seconds >= self._config.pending_timeout_seconds:
+            name = replica.name
+            seconds = now - self._pending[name][1] if name in self._pending else 0.0
+            if seconds >= self._config.pending_timeout_seconds:
                 return TwinpoolError("REPLICA_PENDING", f"{name} for {seconds:.0f} s: {self.cause(replica)}")
             late = self._crashes.count(name, now) >= LOOP_CRASHES
             if replica.stage in (Stage.ABSENT, Stage.STARTING) and late:

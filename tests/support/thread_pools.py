@@ -159,7 +159,10 @@ class ThreadPools(RayPools):
 
     async def look(self, names: Iterable[str]) -> dict[str, Look]:
         waiting = self.site.waiting
-        return {name: Look("PENDING_CREATION" if name in waiting else "ALIVE", 0, "") for name in names}
+        return {
+            name: Look("PENDING_CREATION" if name in waiting else "ALIVE", 0, "", name not in waiting)
+            for name in names
+        }
 
     async def lacking(self, role: str) -> str:
         return "" if len(self.site.workers) < self.site.places else "it needs CPU 1; missing CPU"
