@@ -65,17 +65,18 @@ def look_at(actor_id: str) -> Look | None:
     return Look(str(row["State"]), int(row["NumRestarts"]), _death(row.get("DeathCause")), process)
 
 
-def waits(needs: Mapping[str, float]) -> bool:
-    """Whether an actor, or a placement group, that needs so much waits for a place. Blocks while Ray's head is away."""
+def waiting(needs: Mapping[str, float]) -> int:
+    """How many actors or placement groups that need so much wait for a place. Blocks while Ray's head is away."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
 
     demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands
     wanted = {name: amount for name, amount in needs.items() if amount}
-    return any(
-        dict(request.bundle) == wanted
+    return sum(
+        request.count
         for demand in (*demands.ray_task_actor_demand, *demands.placement_group_demand)
         for request in demand.bundles_by_count
+        if dict(request.bundle) == wanted
     )
 
 

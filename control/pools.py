@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.config import TwinpoolConfig, to_yaml
-from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waits
+from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waiting
 from twinpool.control.reconcile.plan import ROLES, first_role
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
@@ -188,10 +188,17 @@ class RayPools:
         found = await self._looker.ask(lambda: {name: look_at(each) for name, each in ids.items()})
         return {name: each for name, each in (found or {}).items() if each is not None}
 
-    async def lacking(self, role: str) -> str:
-        """Why a worker of a role waits for a place, for people; "": none does, or Ray does not answer."""
+    async def lacking(self, role: str) -> tuple[int, str]:
+        """How many workers that need as much as those of a role wait for a place, and why, for people; (0, ""): none, or Ray does
+        not answer."""
         needs = self.needs(role)
-        return await self._looker.ask(lambda: missing(needs, nodes()) if waits(needs) else "") or ""
+
+        def ask() -> tuple[int, str]:
+            count = waiting(needs)
+            cause = missing(needs, nodes()) if count else ""
+            return (count, cause) if cause else (0, "")
+
+        return await self._looker.ask(ask) or (0, "")
 
     def started(self, name: str) -> bool:
         """Whether a worker has said that it was ready."""

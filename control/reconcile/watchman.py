@@ -11,7 +11,7 @@ from twinpool.control.events import EventLog
 from twinpool.control.pools import RayPools
 from twinpool.control.reconcile.crashes import LOOP_CRASHES, WINDOW_SECONDS, CrashBook
 from twinpool.control.reconcile.observe import Phases
-from twinpool.control.reconcile.plan import Replica, Stage
+from twinpool.control.reconcile.plan import ROLES, Replica, Stage
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
@@ -130,19 +130,20 @@ class Watchman:
         """Finds out why workers have no place."""
         now = time.monotonic()
         there = {each.name: each for each in replicas}
-        causes: dict[str, str] = {}
-        for name, replica in there.items():
-            if replica.stage is not Stage.PENDING or phases.seconds(name) < PLACE_SECONDS:
-                continue
-            if replica.role not in causes:
-                causes[replica.role] = await self._pools.lacking(replica.role)
-            if cause := causes[replica.role]:
-                if name not in self._pending:
-                    self._say("ReplicaPending", name, f"Ray has no place for {name}: {cause}")
-                self._pending[name] = (cause, self._pending.get(name, ("", now))[1])
+        waiting: dict[str, str] = {}
+        for role in ROLES:
+            pending = [each.name for each in replicas if each.stage is Stage.PENDING and each.role == role]
+            late = [name for name in pending if phases.seconds(name) >= PLACE_SECONDS]
+            if late:
+                count, cause = await self._pools.lacking(role)
+                # Ray does not say which. It places the oldest first; of the others the process only starts.
+                waiting |= dict.fromkeys(sorted(late, key=phases.seconds)[:count], cause)
+        for name, cause in waiting.items():
+            if name not in self._pending:
+                self._say("ReplicaPending", name, f"Ray has no place for {name}: {cause}")
+            self._pending[name] = (cause, self._pending.get(name, ("", now))[1])
         for name in list(self._pending):
-            waits = name in there and there[name].stage is Stage.PENDING
-            if waits and causes.get(there[name].role):
+            if name in waiting:
                 continue
             del self._pending[name]
             if name in there:

@@ -59,6 +59,8 @@ class Scaled(Site):
                 "cluster.lease_ttl_seconds": 3,
                 "pools.pending_timeout_seconds": 5,
                 "pools.stop_workers": False,
+                "pools.prefill_placement": "spread",
+                "pools.decode_placement": "group",
                 "worker.threads": 1,
             }
         )
@@ -204,6 +206,33 @@ async def test_a_replica_without_a_place_says_what_is_missing(scaled: Scaled) ->
     code, _, error = await scaled.scale(1, 1, "--wait")
     assert code == 0, error
     await scaled.sized(1, 1)
+
+
+async def test_a_worker_that_dies_again_and_again_waits_for_its_start(scaled: Scaled) -> None:
+    await scaled.sized(1, 1)
+    await scaled.leads()
+    (name,) = (name for name in scaled.workers() if "-decode-" in name)
+    for number in range(1, 4):
+        pid = scaled.workers()[name].pid
+        psutil.Process(pid).kill()
+        await until(lambda: name in scaled.workers() and scaled.workers()[name].pid != pid, LONG_WAIT)  # noqa: B023
+
+        async def told() -> bool:
+            _, found, _ = await scaled.command("get", "events", "--subject", name, "-o", "json")
+            reasons = [event["reason"] for event in found]
+            return reasons.count("WorkerCrashed") + reasons.count("WorkerCrashLooping") >= number  # noqa: B023
+
+        await until_told(told, LONG_WAIT)
+    code, found, error = await scaled.command("describe", "worker", name, "-o", "json")
+    assert code == 0, error
+    assert found["replica"]["crashes"] == 3
+    assert found["counts"]["total_blocks"] == 100
+    last = [event for event in found["events"] if event["reason"] == "WorkerCrashLooping"]
+    assert len(last) == 1
+    assert "has ended 3 times" in last[0]["message"]
+    # Its log's last line but the first of the next one.
+    assert "log:" in last[0]["message"]
+    await quiet(scaled)
 
 
 @pytest.mark.parametrize("moment", ["begun", "starting", "leaving"])

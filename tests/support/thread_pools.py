@@ -164,8 +164,9 @@ class ThreadPools(RayPools):
             for name in names
         }
 
-    async def lacking(self, role: str) -> str:
-        return "" if len(self.site.workers) < self.site.places else "it needs CPU 1; missing CPU"
+    async def lacking(self, role: str) -> tuple[int, str]:
+        waiting = list(self.site.waiting.values())
+        return waiting.count(role), "it needs CPU 1; missing CPU" if waiting else ""
 
     def check_one(self, name: str) -> None:
         if name in self.site.broken and name in self._mine:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the reconciler that keep no company: records of pools, the book of crashes, words for what Ray lacks."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from twinpool.config import TwinpoolConfig
 from twinpool.control.actors import LOG_LINE_CHARS, Node, log_tail, missing
+from twinpool.control.events import REASONS
 from twinpool.control.reconcile import crashes as crash_module
 from twinpool.control.reconcile.crashes import LOOP_CRASHES, WINDOW_SECONDS, CrashBook
 from twinpool.control.reconcile.spec import PoolSpecs, configured, desired, merged, resized
@@ -91,10 +93,11 @@ async def test_a_record_outlives_its_process_and_a_damaged_one_is_made_anew(serv
         assert changed.auto
         store.put(key, b"\xff\xff")
         assert desired(await later.refresh("default")) == {"prefill": 1, "decode": 3}
-        assert await later.load()
         item = store.get(key)
         assert item is not None
-        assert pb.PoolSpec.FromString(item.value).pool == "default"
+        assert desired(pb.PoolSpec.FromString(item.value)) == {"prefill": 1, "decode": 3}, "it was put again"
+        store.put(key, b"\xff\xff")
+        assert await PoolSpecs(store, made).load()
     finally:
         store.close()
 
@@ -167,3 +170,13 @@ def test_what_makes_no_sense_is_refused(given: dict[str, object], key: str) -> N
     with pytest.raises(ValueError, match=key):
         config(**given)
     assert config(decode_resources="CPU=2, GPU=0.5").pools.resources("decode") == {"CPU": 2.0, "GPU": 0.5}
+
+
+def test_the_page_lists_every_reason_of_an_event() -> None:
+    """And the code uses each, and no other."""
+    root = Path(__file__).parents[3]
+    table = re.findall(r"^\| ([A-Z][A-Za-z]+) \| (.+) \|$", (root / "docs" / "pools.md").read_text(), re.M)
+    assert dict(table) == REASONS
+    text = "".join(path.read_text() for path in (root / "control").rglob("*.py") if path.name != "events.py")
+    for reason in REASONS:
+        assert f'"{reason}"' in text, f"nothing records {reason}"
