@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,13 +19,11 @@ import psutil
 
 from twinpool.client import Client
 from twinpool.config import TwinpoolConfig, to_env
-from twinpool.control.operations import Operations
+from twinpool.control.controller import Controller
 from twinpool.control.pools import RayPools
-from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
-from twinpool.rpc import channel
 from twinpool.store import Store, StoreServer, connect_store, start_store
 from twinpool.v1 import inference_pb2 as pb
 
@@ -50,11 +47,8 @@ class LocalCluster:
         self._embedded_store = embedded_store
         self._server: StoreServer | None = None
         self._store: Store | None = None
-        self._view: ClusterView | None = None
-        self._pools: RayPools | None = None
+        self._controller: Controller | None = None
         self._routers: list[subprocess.Popen[bytes]] = []
-        self._control: ControlServer | None = None
-        self._operations: Operations | None = None
         self.router_endpoints: list[str] = []
         self.http_endpoints: list[str] = []
 
@@ -71,24 +65,28 @@ class LocalCluster:
     @property
     def control_endpoint(self) -> str:
         """Where the ControlService listens: host:port."""
-        return self._control.endpoint if self._control else ""
+        return self._controller.endpoint if self._controller else ""
 
     @property
     def worker_endpoints(self) -> list[str]:
         """Where the registered workers listen."""
-        return [record.endpoint for record in self._view.workers()] if self._view else []
+        return [record.endpoint for record in self.view.workers()] if self._controller else []
+
+    @property
+    def controller(self) -> Controller:
+        """What looks after the workers."""
+        assert self._controller is not None, "the cluster is not started"
+        return self._controller
 
     @property
     def view(self) -> ClusterView:
         """What the store says of the cluster."""
-        assert self._view is not None, "the cluster is not started"
-        return self._view
+        return self.controller.view
 
     @property
     def pools(self) -> RayPools:
         """The workers."""
-        assert self._pools is not None, "the cluster is not started"
-        return self._pools
+        return self.controller.pools
 
     @property
     def router_pids(self) -> dict[str, int]:
@@ -110,24 +108,18 @@ class LocalCluster:
         cluster = self.config.cluster.model_copy(update={"etcd_endpoints": (self._server.endpoint,)})
         self.config = self.config.model_copy(update={"cluster": cluster})
         self._store = await asyncio.to_thread(connect_store, cluster)
-        self._view = ClusterView(self._store, self.config)
-        await self._view.start()
-
         progress("Starting Ray", "")
-        self._pools = RayPools(self.config, self.directory / "logs")
-        await _unless(self._pools.start(), stopping)
-        connect = partial(channel, config=self.config.rpc, tls=self.config.tls)
-        self._operations = Operations(self._store, self.config, self._view, self._pools, connect)
-        await self._operations.load()
-        await _unless(self._pools.launch(self._operations.retired), stopping)
-        wanted = len(self._pools.names)
+        self._controller = Controller(self.config, self._store, self.directory / "logs")
+        await self._controller.start()
+        await _unless(self._controller.wait_leading(), stopping)
+        wanted = sum(self._controller.wanted().values())
         progress("Loading the workers", f"0 of {wanted} ready")
         await _unless(
-            self._view.wait_workers(
+            self.view.wait_workers(
                 wanted,
                 pools.start_timeout_seconds,
                 lambda ready: progress("Loading the workers", f"{ready} of {wanted} ready"),
-                self._pools.check,
+                self._controller.check_start,
             ),
             stopping,
         )
@@ -135,27 +127,21 @@ class LocalCluster:
         for index in range(pools.routers):
             self._routers.append(self._spawn_router(index))
         records = await _unless(
-            self._view.wait_routers(pools.routers, pools.start_timeout_seconds, self._check_routers), stopping
+            self.view.wait_routers(pools.routers, pools.start_timeout_seconds, self._check_routers), stopping
         )
         self.router_endpoints = [record.endpoint for record in records]
         self.http_endpoints = [record.http_endpoint for record in records if record.http_endpoint]
         for endpoint in self.router_endpoints:
             await _unless(self._wait_serving(endpoint), stopping)
-        self._operations.resume()
-        self._control = ControlServer(self.config, self._view, self._operations)
-        await self._control.start()
 
     async def stop(self) -> None:
         """Ends everything in the reverse order of its start. Never raises; each step is bounded."""
-        if self._control is not None:
-            await _quietly("control", self._control.stop())
-        if self._operations is not None:
-            await _quietly("operations", self._operations.stop())
+        if self._controller is not None:
+            # Nothing is to be started any more.
+            await _quietly("control", self._controller.cease())
         await _quietly("routers", asyncio.to_thread(self._stop_routers))
-        if self._pools is not None:
-            await _quietly("pools", self._pools.stop())
-        if self._view is not None:
-            await _quietly("view", self._view.stop())
+        if self._controller is not None:
+            await _quietly("pools", self._controller.stop())
         if self._store is not None:
             await _quietly("store client", asyncio.to_thread(self._store.close))
         if self._server is not None:
@@ -192,9 +178,12 @@ class LocalCluster:
                 await asyncio.sleep(SERVING_POLL_SECONDS)
 
     def _complete(self, models: list[pb.Model]) -> bool:
-        # Which role each has is the workers' matter: it may be another one than at their first start.
-        wanted = len(self.pools.names)
-        return any(model.ready and model.prefill_workers + model.decode_workers >= wanted for model in models)
+        return any(
+            model.ready
+            and model.prefill_workers >= self.controller.wanted()["prefill"]
+            and model.decode_workers >= self.controller.wanted()["decode"]
+            for model in models
+        )
 
     def _check_routers(self) -> None:
         for index, process in enumerate(self._routers):

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control process of a cluster whose etcd runs elsewhere: the pools through Ray, and the ControlService."""
+"""The control process of a cluster whose etcd runs elsewhere. Several of them may run: one leads, the others stand by."""
 
 import asyncio
-import contextlib
 import tempfile
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from twinpool import logs, rpc
 from twinpool.config import TwinpoolConfig
-from twinpool.control.operations import Operations
-from twinpool.control.pools import RayPools
-from twinpool.control.service import ControlServer
-from twinpool.control.view import ClusterView
-from twinpool.errors import TwinpoolError
-from twinpool.rpc import channel, stop_event
+from twinpool.control.controller import Controller
+from twinpool.rpc import stop_event
 from twinpool.store import connect_store
 
 log = logs.get_logger(__name__)
@@ -29,45 +24,16 @@ def run(config: TwinpoolConfig) -> int:
 async def _control(config: TwinpoolConfig) -> int:
     stopping = stop_event()
     store = await asyncio.to_thread(connect_store, config.cluster)
-    view = ClusterView(store, config)
-    pools = RayPools(config, Path(tempfile.gettempdir()))
-    operations = Operations(
-        store, config, view, pools, partial(channel, config=config.rpc, tls=config.tls, role="worker")
-    )
-    server = ControlServer(config, view, operations)
+    controller = Controller(config, store, Path(tempfile.gettempdir()))
+    told: asyncio.Future[Any] = asyncio.ensure_future(stopping.wait())
     try:
-        await view.start()
-        if not await _loaded(operations, stopping):
-            return 0
-        await pools.start()
-        await pools.launch(operations.retired)
-        operations.resume()
-        await server.start()
-        log.info("control_serving", endpoint=server.endpoint)
-        while not stopping.is_set():
-            pools.check()
-            try:
-                await asyncio.wait_for(stopping.wait(), timeout=1.0)
-            except TimeoutError:
-                continue
+        await controller.start()
+        log.info("control_serving", endpoint=controller.endpoint)
+        await asyncio.wait([told, controller.failed], return_when=asyncio.FIRST_COMPLETED)
+        if controller.failed.done():
+            raise controller.failed.result()
         return 0
     finally:
-        await server.stop()
-        await operations.stop()
-        await pools.stop()
-        await view.stop()
+        told.cancel()
+        await controller.stop()
         await asyncio.to_thread(store.close)
-
-
-async def _loaded(operations: Operations, stopping: asyncio.Event) -> bool:
-    """Reads the operations, however long etcd is away: without them a worker that was drained for good would be started.
-    False if the process is told to stop meanwhile."""
-    while not stopping.is_set():
-        try:
-            await operations.load()
-            return True
-        except TwinpoolError as error:
-            log.warning("waiting_for_store", reason=error.reason)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), timeout=1.0)
-    return False

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on workers: drain one for good, restart it, or give it the other role (``flips``). Each lies in etcd with its steps,
-so a control process that starts anew goes on where the last one was.
+"""Operations on workers: drain one for good or restart it (``leaves``), or give it the other role (``flips``). Each lies in etcd
+with its steps, so a control process that starts anew goes on where the last one was.
 
-    ask    the worker is told to leave (WorkerService.Drain)
-    leave  its registration is gone: what ran there has finished, moved or been pulled
-    end    its process is ended for good, where this control process runs it
-    start  a restart: the next one is started, where this control process runs it
-    ready  a restart: another incarnation is ready under the name
+Operations on pools have steps of their own: who carries them out registers them.
 
 A step that was begun may be begun again: each looks first whether it is done already.
 """
@@ -14,58 +10,29 @@ A step that was begun may be begun again: each looks first whether it is done al
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final
 
-import grpc
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
-from twinpool.control.flips import ROLES, FlipSteps, check_flip
+from twinpool.control.flips import RETRY_SECONDS, FlipSteps, check_flip
+from twinpool.control.leaves import LeaveSteps, Pools
 from twinpool.control.view import ClusterView
-from twinpool.errors import TwinpoolError, as_twinpool_error, from_rpc_error
+from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.logs import get_logger
 from twinpool.store import Keys, Store
 from twinpool.v1 import control_pb2 as pb
-from twinpool.v1 import worker_pb2, worker_pb2_grpc
-
-LEAVE_SECONDS: Final = 45.0
-"""What a worker's leave takes at most beyond the time for its requests: offers, the linger, the end of its threads."""
-
-RETRY_SECONDS: Final = 1.0
-"""Time between two tries of what failed for the moment."""
-
-CALL_SECONDS: Final = 10.0
-"""Longest wait for a worker's answer."""
+from twinpool.v1 import worker_pb2
 
 KEPT: Final = 64
 """Ended operations that are kept, beside those that say that a worker was drained for good."""
 
-Steps: TypeAlias = dict[str, Callable[[pb.Operation], Awaitable[None]]]
-"""What is done, in its order, by the names that a record has for it."""
-
 log = get_logger(__name__)
 
-
-class Pools(Protocol):
-    """Whoever runs the workers' processes."""
-
-    def manages(self, name: str) -> bool:
-        """Whether a worker's process is run by it."""
-        ...
-
-    async def retire(self, name: str) -> None:
-        """Ends a worker's process, if there is one, and does not start it again."""
-        ...
-
-    async def add(self, role: str, name: str) -> None:
-        """Starts a worker, unless it runs."""
-        ...
-
-    def check_one(self, name: str) -> None:
-        """Raises the error of a worker that could not start."""
-        ...
+Step = Callable[[pb.Operation], Awaitable[None]]
+Listener = Callable[[pb.Operation, str], None]
 
 
 class Operations:
@@ -83,19 +50,42 @@ class Operations:
         self._config = config
         self._keys = Keys(config.cluster.name)
         self._view = view
-        self._pools = pools
-        self._connect = connect
-        flips = FlipSteps(store, config, view, connect)
-        drain: Steps = {"ask": self._ask, "leave": self._leave, "end": self._end}
-        self._steps: dict[int, Steps] = {
-            pb.OPERATION_KIND_DRAIN: drain,
-            pb.OPERATION_KIND_RESTART: drain | {"start": self._start, "ready": self._ready},
-            pb.OPERATION_KIND_FLIP: {"ask": flips.ask, "drain": flips.drain, "commit": flips.commit},
+        leave = LeaveSteps(store, config, view, pools, connect, self.patiently)
+        flip = FlipSteps(store, config, view, connect)
+        away: dict[str, Step] = {"ask": leave.ask, "leave": leave.leave, "end": leave.end}
+        self._steps: dict[int, Mapping[str, Step]] = {
+            pb.OPERATION_KIND_DRAIN: away,
+            pb.OPERATION_KIND_RESTART: away | {"start": leave.start, "ready": leave.ready},
+            pb.OPERATION_KIND_FLIP: {"ask": flip.ask, "drain": flip.drain, "commit": flip.commit},
         }
+        self._prepare: dict[int, Callable[[pb.Operation], None]] = {}
+        self._undo: dict[int, Step] = {}
         # What is asked at the same time is judged one after the other.
         self._beginning = asyncio.Lock()
         self._known: dict[str, pb.Operation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._listeners: list[Listener] = []
+
+    def register(self, kind: "pb.OperationKind.ValueType", steps: Mapping[str, Step]) -> None:
+        """Gives a kind of operation its steps, in their order. Each looks first whether it is done already; what it raises ends
+        the operation as failed. To be called before ``load``."""
+        self._steps[kind] = steps
+
+    def surround(
+        self,
+        kind: "pb.OperationKind.ValueType",
+        first: Mapping[str, Step],
+        prepare: Callable[[pb.Operation], None],
+        undo: Step,
+    ) -> None:
+        """Adds to a kind of operation on workers: ``prepare`` completes a new one or refuses it, ``first`` are steps before its
+        own, ``undo`` is done once it has failed, maybe more than once. To be called before ``load``."""
+        self._steps[kind] = dict(first) | dict(self._steps[kind])
+        self._prepare[kind], self._undo[kind] = prepare, undo
+
+    def listen(self, listener: Listener) -> None:
+        """``listener`` is told of each operation that has "begun", was "resumed", has "succeeded" or "failed"."""
+        self._listeners.append(listener)
 
     # --- what operators ask
 
@@ -107,9 +97,12 @@ class Operations:
         role: "worker_pb2.Role.ValueType" = worker_pb2.ROLE_UNSPECIFIED,
         *,
         force: bool = False,
+        parent: str = "",
+        reason: str = "",
     ) -> pb.Operation:
         """Records an operation and begins it. Asked again for the same while it runs, returns that one. ``role``: of a flip, the
-        one that the worker is to have; ``force``: also if no other worker is left in its own.
+        one that the worker is to have; ``force``: also if no other worker is left in its own. ``parent``: the operation that it is
+        a part of, or "reconciler"; a drain with a parent does not keep the worker's place empty. ``reason``: why, for people.
 
         Raises WORKER_NOT_FOUND, OPERATION_RUNNING if another one of the worker runs, or STORE_UNAVAILABLE; of a flip what
         ``check_flip`` raises.
@@ -123,11 +116,50 @@ class Operations:
             operation = self._make(kind, worker, seconds)
             if kind == pb.OPERATION_KIND_FLIP:
                 self._aim(operation, role, force)
-            await self._put(operation)
-            self._known[operation.id] = operation
-            self._spawn(operation)
-        await self._tidy(worker)
+            if kind in self._prepare:
+                self._prepare[kind](operation)
+            operation.parent, operation.reason = parent, reason
+            return await self.submit(operation)
+
+    async def submit(self, operation: pb.Operation) -> pb.Operation:
+        """Records an operation that was made elsewhere and begins it. Raises STORE_UNAVAILABLE."""
+        await self._put(operation)
+        self._known[operation.id] = operation
+        self._spawn(operation)
+        self._tell(operation, "begun")
+        await self._tidy(operation.worker.name)
         return operation
+
+    async def supersede(self, operation: pb.Operation, by: str) -> None:
+        """Ends an operation that another one takes the place of, unless it has ended."""
+        task = self._tasks.pop(operation.id, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if operation.state == pb.OPERATION_STATE_RUNNING:
+            operation.state = pb.OPERATION_STATE_FAILED
+            operation.error = f"OPERATION_SUPERSEDED: {by} has taken its place"
+            self._tell(operation, "failed")
+            await self._record(operation)
+
+    async def release(self, pool: str, by: str) -> None:
+        """Forgets that workers of a pool were drained for good; those that are being drained make their place free. Raises
+        STORE_UNAVAILABLE."""
+        retired = self.retired
+        held = [op for op in self.all() if op.pool == pool and op.worker.name in retired]
+        for operation in held:
+            if operation.state == pb.OPERATION_STATE_RUNNING and not operation.parent:
+                operation.parent = by
+                await self._put(operation)
+        await self._forget(op for op in held if op.state != pb.OPERATION_STATE_RUNNING)
+
+    def running(self, kind: "pb.OperationKind.ValueType | None" = None) -> list[pb.Operation]:
+        """Those under way, of one kind if given; the newest first."""
+        return [
+            op
+            for op in self.all()
+            if op.state == pb.OPERATION_STATE_RUNNING and (kind is None or op.kind == kind)
+        ]
 
     def get(self, name: str) -> pb.Operation:
         """Raises OPERATION_NOT_FOUND."""
@@ -144,6 +176,7 @@ class Operations:
     async def load(self) -> None:
         """Reads what was recorded. Raises STORE_UNAVAILABLE."""
         snapshot = await asyncio.to_thread(self._store.list_prefix, self._keys.operations)
+        self._known.clear()
         for key, item in snapshot.items.items():
             with contextlib.suppress(Exception):
                 operation = pb.Operation.FromString(item.value)
@@ -156,27 +189,33 @@ class Operations:
             if operation.state == pb.OPERATION_STATE_RUNNING and operation.id not in self._tasks:
                 log.info("operation_resumed", operation=operation.id, step=_step_of(operation))
                 self._spawn(operation)
+                self._tell(operation, "resumed")
 
     async def stop(self) -> None:
         """Leaves everything as it is, for the next control process."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
 
     @property
     def retired(self) -> frozenset[str]:
-        """Workers that were drained for good, or are being: nobody is to start them."""
-        newest = {op.worker.name: op for op in reversed(self.all())}
+        """Workers that an operator drained for good, or is draining: nobody is to start them."""
+        newest = {op.worker.name: op for op in reversed(self.all()) if op.HasField("worker")}
         return frozenset(
             name
             for name, op in newest.items()
-            if op.kind == pb.OPERATION_KIND_DRAIN and op.state != pb.OPERATION_STATE_FAILED
+            if op.kind == pb.OPERATION_KIND_DRAIN and op.state != pb.OPERATION_STATE_FAILED and not op.parent
         )
 
     # --- inside
 
     def _of(self, worker: str) -> list[pb.Operation]:
-        return [op for op in self.all() if op.worker.name == worker]
+        return [op for op in self.all() if op.HasField("worker") and op.worker.name == worker]
+
+    def _tell(self, operation: pb.Operation, what: str) -> None:
+        for listener in self._listeners:
+            listener(operation, what)
 
     def _make(self, kind: "pb.OperationKind.ValueType", worker: str, seconds: float | None) -> pb.Operation:
         operation = pb.Operation(
@@ -231,75 +270,11 @@ class Operations:
             operation.state = pb.OPERATION_STATE_FAILED
             operation.error = f"{known.reason}: {known.message}"
             log.warning("operation_failed", operation=operation.id, error=operation.error)
+            if operation.kind in self._undo:
+                await self._undo[operation.kind](operation)
+        self._tell(operation, "succeeded" if operation.state == pb.OPERATION_STATE_SUCCEEDED else "failed")
         await self._record(operation)
         self._tasks.pop(operation.id, None)
-
-    async def _ask(self, operation: pb.Operation) -> None:
-        request = worker_pb2.DrainRequest(worker=operation.worker, timeout=operation.timeout)
-        while (record := self._registered(operation)) is not None:
-            try:
-                async with self._connect(record.endpoint) as channel:
-                    await worker_pb2_grpc.WorkerServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
-                return
-            except grpc.RpcError as error:
-                known = from_rpc_error(error)
-                if known.reason == "INCARNATION_MISMATCH":
-                    return
-                if self._late(operation):
-                    raise known from None
-                log.warning("drain_not_asked", operation=operation.id, reason=known.reason)
-            await asyncio.sleep(RETRY_SECONDS)
-
-    async def _leave(self, operation: pb.Operation) -> None:
-        while self._registered(operation) is not None:
-            if self._late(operation):
-                if self._pools.manages(operation.worker.name):
-                    log.warning("worker_does_not_leave", operation=operation.id)
-                    return  # it is ended
-                raise TwinpoolError("DEADLINE_EXCEEDED", f"{operation.worker.name} has not left")
-            await self._view.changed(RETRY_SECONDS)
-
-    async def _end(self, operation: pb.Operation) -> None:
-        """Whoever starts a worker of that name again, after it was drained for good, says in which role."""
-        await self._pools.retire(operation.worker.name)
-        if operation.kind == pb.OPERATION_KIND_DRAIN:
-            key = self._keys.role(operation.pool, operation.worker.name)
-            await self._patiently(operation, partial(self._store.delete, key))
-
-    async def _start(self, operation: pb.Operation) -> None:
-        role = ROLES.get(operation.role)
-        if role is not None:
-            await self._pools.add(role, operation.worker.name)
-
-    async def _ready(self, operation: pb.Operation) -> None:
-        """Where nobody here runs the worker, whoever supervises its process starts it."""
-        wait = self._config.pools.start_timeout_seconds
-        deadline = asyncio.get_running_loop().time() + wait
-        while (record := self._successor(operation)) is None:
-            self._pools.check_one(operation.worker.name)
-            if asyncio.get_running_loop().time() > deadline:
-                raise TwinpoolError(
-                    "DEADLINE_EXCEEDED", f"no other {operation.worker.name} came in {wait:g} s"
-                )
-            await self._view.changed(RETRY_SECONDS)
-        operation.successor.CopyFrom(record.worker)
-
-    def _registered(self, operation: pb.Operation) -> pb.WorkerRecord | None:
-        found = (record for record in self._view.workers() if record.worker == operation.worker)
-        return next(found, None)
-
-    def _successor(self, operation: pb.Operation) -> pb.WorkerRecord | None:
-        for record in self._view.workers():
-            same = record.worker.name == operation.worker.name
-            if same and record.worker != operation.worker and record.state == pb.WORKER_STATE_READY:
-                return record
-        return None
-
-    def _late(self, operation: pb.Operation) -> bool:
-        now = pb.OperationStep()
-        now.began_at.GetCurrentTime()
-        taken = (now.began_at.ToNanoseconds() - operation.created_at.ToNanoseconds()) / 1e9
-        return taken > operation.timeout.ToNanoseconds() / 1e9 + LEAVE_SECONDS
 
     async def _put(self, operation: pb.Operation) -> None:
         value = operation.SerializeToString()
@@ -308,9 +283,9 @@ class Operations:
     async def _record(self, operation: pb.Operation) -> None:
         """As ``_put``, however long etcd is away."""
         key, value = self._keys.operation(operation.id), operation.SerializeToString()
-        await self._patiently(operation, partial(self._store.put, key, value))
+        await self.patiently(operation, partial(self._store.put, key, value))
 
-    async def _patiently(self, operation: pb.Operation, write: Callable[[], object]) -> None:
+    async def patiently(self, operation: pb.Operation, write: Callable[[], object]) -> None:
         """Writes to etcd, however long it is away."""
         while True:
             try:

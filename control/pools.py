@@ -8,13 +8,15 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from twinpool.config import TwinpoolConfig, to_yaml
+from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waiting
+from twinpool.control.reconcile.plan import ROLES, first_role
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 
@@ -22,7 +24,8 @@ from twinpool.logs import get_logger
 ACTOR_STOP_SECONDS = 15.0
 HEAD_AWAY_SECONDS = 7 * 24 * 3600
 """How long Ray's processes wait for a head that is gone. Workers serve without it; only restarts need it."""
-ROLES = ("prefill", "decode")
+HEALTH_SECONDS = 5.0
+"""Longest wait for what a worker's process says of it."""
 # Between two looks whether the name of an actor that was ended is free.
 NAME_SECONDS = 0.05
 
@@ -30,7 +33,7 @@ log = get_logger(__name__)
 
 
 class RayPools:
-    """Runs the configured number of workers of each role. All methods on one event loop; Ray's calls run in a thread."""
+    """Runs the workers that it is told to. All methods on one event loop; Ray's calls run in a thread."""
 
     def __init__(self, config: TwinpoolConfig, log_dir: Path) -> None:
         """``log_dir``: each worker writes ``<name>.log`` there."""
@@ -38,20 +41,61 @@ class RayPools:
         self._log_dir = log_dir
         self._actors: dict[str, Any] = {}
         self._started: dict[str, asyncio.Future[Any]] = {}
+        self._roles: dict[str, str] = {}
+        self._looker = Looker()
         self._session_dir: str | None = None
         # One thread for Ray's blocking calls: a shutdown comes after a call that was cancelled but still runs.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
         self._stopping = False
+        self._joined = False
+
+    @property
+    def managed(self) -> bool:
+        """Whether workers are run here at all."""
+        return self._config.pools.prefill_workers + self._config.pools.decode_workers > 0
 
     @property
     def names(self) -> list[str]:
         """Names of the workers."""
         return sorted(self._actors)
 
+    def role_of(self, name: str) -> str:
+        """The role that a worker has or will have again; "" for one that is not run here."""
+        return self._roles.get(name, "")
+
+    def note_role(self, name: str, role: str) -> None:
+        """Says which role a worker has now: it begins in it again if it ends."""
+        if name in self._actors and role in ROLES:
+            self._roles[name] = role
+
     async def start(self) -> None:
-        """Joins the configured Ray cluster or starts a local one."""
+        """Joins the configured Ray cluster or starts a local one. Idempotent."""
+        if self._joined:
+            return
         await self._run(self._init)
+        self._joined = True
         _restore_signals()
+
+    async def adopt(self) -> None:
+        """Takes over the workers that run in a Ray cluster that was joined, and forgets those that do not."""
+        if self._config.pools.ray_address and self.managed:
+            await self._run(self._adopt)
+            log.info("workers_adopted", workers=self.names)
+
+    def _adopt(self) -> None:
+        import ray
+
+        found: dict[str, Any] = {}
+        for name in ray.util.list_named_actors():
+            role = first_role(self._config.worker.pool, str(name))
+            if role is None:
+                continue
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                found[name] = ray.get_actor(name)
+                self._roles[name] = role
+        for name in set(self._started) - set(found):
+            self._started.pop(name).cancel()
+        self._actors = found
 
     async def _run(self, call: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
@@ -90,17 +134,6 @@ class RayPools:
     def _namespace(self) -> str:
         return f"twinpool-{self._config.cluster.name}"
 
-    async def launch(self, without: frozenset[str] = frozenset()) -> None:
-        """Creates the actors, but for those of the names ``without``; returns once all are on their way. Readiness shows in the
-        store. A worker's name says in which role it begins; one that has changed it begins in the one that it had last."""
-        pools = self._config.pools
-        for role, count in zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True):
-            for index in range(count):
-                name = f"{self._config.worker.pool}-{role}-{index}"
-                if name not in without:
-                    await self._run(self._create, role, name)
-        log.info("workers_launched", workers=self.names)
-
     def _create(self, role: str, name: str) -> None:
         import ray
 
@@ -113,21 +146,91 @@ class RayPools:
         text = to_yaml(self._config.model_copy(update={"worker": worker}))
         options: dict[str, Any] = {
             "name": name,
-            "num_cpus": 1,
             "max_restarts": self._config.pools.max_restarts,
             "max_concurrency": 8,
-        }
+        } | self._place(role, name)
         if self._config.pools.ray_address:
             # Ray ends what a process owns with that process. Workers of a Ray that outlives this one outlive it too, and the
             # next one finds them by their names.
             options |= {"lifetime": "detached", "get_if_exists": True}
         log_file = str(self._log_dir / f"{name}.log")
         self._actors[name] = ray.remote(WorkerActor).options(**options).remote(text, role, log_file)
+        self._roles[name] = role
 
-    def check(self) -> None:
-        """Raises the error of a worker that could not start. Call it while waiting for readiness."""
-        for name in list(self._actors):
+    def needs(self, role: str) -> dict[str, float]:
+        """What Ray has to find for a worker of a role."""
+        default = {"CPU": 1.0} if self._config.pools.ray_address else {}
+        return self._config.pools.resources(role) or default
+
+    def _place(self, role: str, name: str) -> dict[str, Any]:
+        """Options by which Ray chooses a node."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = self.needs(role)
+        known = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        options: dict[str, Any] = {"num_cpus": 0}
+        options |= {known[key]: amount for key, amount in needs.items() if key in known}
+        if "memory" in options:
+            options["memory"] = int(options["memory"])
+        options["resources"] = {key: amount for key, amount in needs.items() if key not in known}
+        placement = self._config.pools.placement(role)
+        if placement == "spread":
+            options["scheduling_strategy"] = "SPREAD"
+        elif placement == "group" and any(needs.values()):
+            try:
+                group = ray.util.get_placement_group(name)
+            except ValueError:
+                bundle = {key: amount for key, amount in needs.items() if amount}
+                lifetime = "detached" if self._config.pools.ray_address else None
+                group = ray.util.placement_group([bundle], name=name, lifetime=lifetime)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
+        return options
+
+    async def look(self, names: Iterable[str]) -> dict[str, Look]:
+        """What Ray's table says of workers; those that it does not answer for now are left out."""
+        ids = {name: self._actors[name]._actor_id.hex() for name in names if name in self._actors}
+        found = await self._looker.ask(lambda: {name: look_at(each) for name, each in ids.items()})
+        return {name: each for name, each in (found or {}).items() if each is not None}
+
+    async def lacking(self, role: str) -> tuple[int, str]:
+        """How many workers that need as much as those of a role wait for a place, and why, for people; (0, ""): none, or Ray does
+        not answer."""
+        needs = self.needs(role)
+
+        def ask() -> tuple[int, str]:
+            count = waiting(needs)
+            cause = missing(needs, nodes()) if count else ""
+            return (count, cause) if cause else (0, "")
+
+        return await self._looker.ask(ask) or (0, "")
+
+    def started(self, name: str) -> bool:
+        """Whether a worker has said that it was ready."""
+        future = self._started.get(name)
+        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+
+    async def lives(self, name: str) -> bool | None:
+        """Whether a worker says that it lives; None: its process does not answer."""
+        actor = self._actors.get(name)
+        if actor is None:
+            return None
+        with contextlib.suppress(Exception):
+            health = await asyncio.wait_for(_call(actor.health.remote()), HEALTH_SECONDS)
+            return bool(health.get("live"))
+        return None
+
+    def log_lines(self, name: str) -> list[str]:
+        """The last lines of a worker's log; none if it is on another host."""
+        return log_tail(self._log_dir / f"{name}.log")
+
+    def failure(self, name: str) -> TwinpoolError | None:
+        """Why a worker could not start; None: it has, or is about to."""
+        try:
             self.check_one(name)
+        except TwinpoolError as error:
+            return error
+        return None
 
     def check_one(self, name: str) -> None:
         """The same for one worker; nothing for one that is not run here."""
@@ -148,39 +251,51 @@ class RayPools:
         """Ends a worker's process, without a drain, and does not start it again. Returns once its name is free."""
         import ray
 
-        actor = self._actors.pop(name, None)
+        actor = self._actors.get(name)
         started = self._started.pop(name, None)
         if started is not None:
             started.cancel()
             await asyncio.gather(started, return_exceptions=True)
-        if actor is None:
+        if actor is None and (not self._joined or first_role(self._config.worker.pool, name) is None):
             return
         with contextlib.suppress(Exception):  # it may be dead already
+            # One that the last control process has run, and had not ended.
+            actor = actor or await asyncio.to_thread(ray.get_actor, name)
             await self._run(partial(ray.kill, actor, no_restart=True))
+        await self._run(partial(_remove_group, name))
         while True:
             if not await asyncio.to_thread(_is_named, name):
-                return
+                break
             await asyncio.sleep(NAME_SECONDS)
+        self._actors.pop(name, None)
+        self._roles.pop(name, None)
 
     async def add(self, role: str, name: str) -> None:
-        """Starts a worker, unless it is run here already. One that nobody here has run before is not started."""
-        if name not in self._actors and name in self._own_names():
+        """Starts a worker, unless it is run here already. One whose name is not of this pool's is not started."""
+        own = self.managed and role in ROLES and first_role(self._config.worker.pool, name) is not None
+        if own and name not in self._actors:
             await self._run(self._create, role, name)
 
-    def _own_names(self) -> set[str]:
-        pools = self._config.pools
-        counts = zip(ROLES, (pools.prefill_workers, pools.decode_workers), strict=True)
-        return {f"{self._config.worker.pool}-{role}-{at}" for role, count in counts for at in range(count)}
+    async def disown(self) -> None:
+        """Forgets the workers without ending them: another process looks after them."""
+        for future in self._started.values():
+            future.cancel()
+        await asyncio.gather(*self._started.values(), return_exceptions=True)
+        self._started.clear()
+        self._actors.clear()
 
     async def stop(self) -> None:
-        """Stops every worker in order, then the local Ray."""
+        """Stops every worker in order, unless they are to stay, then the local Ray."""
         self._stopping = True
+        if not self._config.pools.stop_workers:
+            self._actors.clear()
         for future in self._started.values():
             future.cancel()
         await asyncio.gather(*self._started.values(), return_exceptions=True)
         await asyncio.gather(*(self._stop_actor(name, actor) for name, actor in self._actors.items()))
         self._actors.clear()
-        await self._run(self._shutdown)
+        if self._joined:
+            await self._run(self._shutdown)
         self._thread.shutdown(wait=False)
 
     async def _stop_actor(self, name: str, actor: Any) -> None:
@@ -211,6 +326,14 @@ def _restore_signals() -> None:
         if handler is not None:
             signal.signal(number, handler)
             signal.siginterrupt(number, False)
+
+
+def _remove_group(name: str) -> None:
+    """Gives back what a placement group of a worker's own keeps, if it has one."""
+    import ray
+
+    with contextlib.suppress(ValueError):
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
 
 
 def _is_named(name: str) -> bool:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.desk import PoolDesk
+from twinpool.control.events import Filter
 from twinpool.control.operations import Operations
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
@@ -19,16 +22,32 @@ STOP_GRACE_SECONDS = 1.0
 TIMEOUT_SECONDS_MAX = 86400.0
 
 Timed: TypeAlias = (
-    control_pb2.DrainWorkerRequest | control_pb2.RestartWorkerRequest | control_pb2.FlipWorkerRequest
+    control_pb2.DrainWorkerRequest
+    | control_pb2.RestartWorkerRequest
+    | control_pb2.FlipWorkerRequest
+    | control_pb2.ScalePoolRequest
 )
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """Answers from the view of the store."""
+    """Answers from the view of the store, and lets operations begin where this process leads."""
 
-    def __init__(self, view: ClusterView, operations: Operations) -> None:
+    def __init__(self, view: ClusterView, operations: Operations, desk: PoolDesk | None = None) -> None:
+        """``desk`` None: operations on workers are all there is, and nobody else leads."""
         self._view = view
         self._operations = operations
+        self._own_desk = desk
+
+    def _check(self, *, changes: bool) -> None:
+        if self._own_desk is not None:
+            self._own_desk.check(changes=changes)
+
+    def _desk(self, *, changes: bool = False) -> PoolDesk:
+        """Raises NOT_LEADER or UNIMPLEMENTED."""
+        if self._own_desk is None:
+            raise TwinpoolError("UNIMPLEMENTED", "this process looks after no pools")
+        self._own_desk.check(changes=changes)
+        return self._own_desk
 
     async def ListWorkers(
         self,
@@ -44,6 +63,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.DrainWorkerResponse:
         """See ``Operations.begin``."""
+        self._check(changes=True)
         kind = control_pb2.OPERATION_KIND_DRAIN
         operation = await self._operations.begin(kind, request.worker, _seconds(request))
         return control_pb2.DrainWorkerResponse(operation=operation)
@@ -54,6 +74,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.RestartWorkerResponse:
         """See ``Operations.begin``."""
+        self._check(changes=True)
         kind = control_pb2.OPERATION_KIND_RESTART
         operation = await self._operations.begin(kind, request.worker, _seconds(request))
         return control_pb2.RestartWorkerResponse(operation=operation)
@@ -76,6 +97,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.GetOperationResponse:
         """See ``Operations.get``."""
+        self._check(changes=False)
         return control_pb2.GetOperationResponse(operation=self._operations.get(request.id))
 
     async def ListOperations(
@@ -84,7 +106,78 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.ListOperationsResponse:
         """All that are known."""
+        self._check(changes=False)
         return control_pb2.ListOperationsResponse(operations=self._operations.all())
+
+    async def ListPools(
+        self,
+        request: control_pb2.ListPoolsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ListPoolsResponse:
+        """See ``PoolDesk.pools``."""
+        return control_pb2.ListPoolsResponse(pools=self._desk().pools(request.pool))
+
+    async def ScalePool(
+        self,
+        request: control_pb2.ScalePoolRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ScalePoolResponse:
+        """See ``Scaling.begin``."""
+        operation = await self._desk(changes=True).scale(request, _seconds(request))
+        return control_pb2.ScalePoolResponse(operation=operation)
+
+    async def CordonWorker(
+        self,
+        request: control_pb2.CordonWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.CordonWorkerResponse:
+        """See ``Cordons.set``."""
+        told = await self._desk(changes=True).cordon(request.worker, True)
+        return control_pb2.CordonWorkerResponse(told=told)
+
+    async def UncordonWorker(
+        self,
+        request: control_pb2.UncordonWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.UncordonWorkerResponse:
+        """See ``Cordons.set``."""
+        told = await self._desk(changes=True).cordon(request.worker, False)
+        return control_pb2.UncordonWorkerResponse(told=told)
+
+    async def DescribeWorker(
+        self,
+        request: control_pb2.DescribeWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.DescribeWorkerResponse:
+        """See ``PoolDesk.describe``."""
+        return await self._desk().describe(request.worker)
+
+    async def ListEvents(
+        self,
+        request: control_pb2.ListEventsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ListEventsResponse:
+        """See ``EventLog.all``."""
+        return control_pb2.ListEventsResponse(events=self._desk().events(_filter(request)))
+
+    async def WatchEvents(
+        self,
+        request: control_pb2.WatchEventsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[control_pb2.WatchEventsResponse]:
+        """See ``EventLog.follow``."""
+        async for event in self._desk().follow(_filter(request)):
+            yield control_pb2.WatchEventsResponse(event=event)
+
+
+def _filter(request: control_pb2.ListEventsRequest | control_pb2.WatchEventsRequest) -> Filter:
+    """The events that are asked for. Raises INVALID_ARGUMENT."""
+    since = None
+    if request.HasField("since"):
+        since = request.since.ToNanoseconds() / 1e9
+        if since < 0:
+            raise TwinpoolError("INVALID_ARGUMENT", f"since: {since:g} s is below 0")
+    return Filter(request.pool, request.subject, since, request.warning)
 
 
 def _seconds(request: Timed) -> float | None:
@@ -102,11 +195,20 @@ def _seconds(request: Timed) -> float | None:
 class ControlServer:
     """The gRPC server of the control process."""
 
-    def __init__(self, config: TwinpoolConfig, view: ClusterView, operations: Operations) -> None:
+    def __init__(
+        self,
+        config: TwinpoolConfig,
+        view: ClusterView,
+        operations: Operations,
+        desk: PoolDesk | None = None,
+    ) -> None:
+        """``desk``: see ``ControlServicer``."""
         self._config = config
         self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
         self._server.add(
-            SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, ControlServicer(view, operations)
+            SERVICE,
+            control_pb2_grpc.add_ControlServiceServicer_to_server,
+            ControlServicer(view, operations, desk),
         )
         self.endpoint = ""
 

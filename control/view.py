@@ -28,6 +28,15 @@ class ClusterView:
         self._workers = WorkerWatch(store, cluster.name, on_event=self._on_event, grace_seconds=grace)
         self._routers = RouterWatch(store, cluster.name, on_event=self._on_event, grace_seconds=grace)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the list of workers follows the store now."""
+        return self._workers.connected
+
+    async def wait_synced(self, timeout: float) -> bool:
+        """Waits for the first list of workers; whether there was one."""
+        return await self._workers.wait_synced(timeout)
+
     async def start(self) -> None:
         """Starts to follow the store."""
         await self._workers.start()

@@ -10,6 +10,7 @@ from typing import Final
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
+from twinpool.membership import takes_work
 from twinpool.router.request import Group
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.text import Tokenizer, TokenizerLoadError
@@ -36,10 +37,7 @@ class _Members:
 
     def ready(self, role: worker_pb2.Role.ValueType) -> int:
         """Workers of a role that take work."""
-        return sum(
-            record.role == role and record.state == control_pb2.WORKER_STATE_READY
-            for record in self.records.values()
-        )
+        return sum(record.role == role and takes_work(record) for record in self.records.values())
 
     @property
     def complete(self) -> bool:

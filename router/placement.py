@@ -21,6 +21,7 @@ from twinpool._core import RouterCore
 from twinpool.config import TwinpoolConfig
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
+from twinpool.membership import takes_work
 from twinpool.router.admission import Admission
 from twinpool.router.background import Background
 from twinpool.router.breaker import Breakers
@@ -208,7 +209,7 @@ class Fleet:
         """Whether another worker of its group and role takes work, and ``suits``."""
         own = self._workers[key].record
         return any(
-            known.record.state == control_pb2.WORKER_STATE_READY
+            takes_work(known.record)
             and known.record.role == own.role
             and group_id(known.record) == group_id(own)
             and known.session.up
@@ -291,9 +292,11 @@ class Fleet:
 
     def _tell_core(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
         pool = group_label(record.pool, record.model, record.fingerprint)
-        self._admission.upsert_worker(
-            key, pool, _ROLES[record.role], _STATES.get(record.state, "starting"), record
-        )
+        state = _STATES.get(record.state, "starting")
+        if state == "ready" and not takes_work(record):
+            # To the core a cordoned worker is one that takes no more work; here nothing is moved away from it.
+            state = "draining"
+        self._admission.upsert_worker(key, pool, _ROLES[record.role], state, record)
         if key not in self._calibrated:
             if self._admission.seed_costs(key, record):
                 self._calibrated.add(key)

@@ -40,7 +40,25 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
     "metrics": None,
     "tls": None,
     "control": None,
-    "pools": frozenset({"prefill_workers", "decode_workers", "routers", "ray_address"}),
+    # Kubernetes runs the workers.
+    "pools": frozenset(
+        {
+            "prefill_workers",
+            "decode_workers",
+            "prefill_least",
+            "prefill_most",
+            "decode_least",
+            "decode_most",
+            "prefill_resources",
+            "decode_resources",
+            "prefill_placement",
+            "decode_placement",
+            "pending_timeout_seconds",
+            "stop_workers",
+            "routers",
+            "ray_address",
+        }
+    ),
 }
 """Options that the chart sets itself, by section (None: all of it). Values can't."""
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``twinpool drain``, ``twinpool restart`` and ``twinpool get operations``."""
 
-import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
-import grpc
 import typer
 from google.protobuf.duration_pb2 import Duration
 
+from twinpool.control.cli.calls import CALL_SECONDS, Stub, ask, ended
 from twinpool.control.cli.output import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -18,29 +17,18 @@ from twinpool.control.cli.output import (
     FormatOption,
     emit_data,
     emit_rows,
-    err,
     fail,
 )
 from twinpool.control.cli.target import (
     ClusterOption,
     ControlOption,
-    control_channel,
     control_endpoint,
     run_command,
 )
 from twinpool.control.flips import ROLES
-from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import control_pb2 as pb
-from twinpool.v1 import control_pb2_grpc
 
-POLL_SECONDS = 0.1
-CALL_SECONDS = 10.0
-# Longest wait for a control process that does not answer, which may be restarting.
-SILENCE_SECONDS = 60.0
-COLUMNS = ["id", "kind", "worker", "to", "state", "step", "seconds", "error"]
-
-Ask: TypeAlias = Callable[["control_pb2_grpc.ControlServiceAsyncStub"], Awaitable[pb.Operation]]
-"""Begins an operation."""
+COLUMNS = ["id", "kind", "subject", "to", "state", "step", "seconds", "reason", "error"]
 
 WorkerArgument = Annotated[str, typer.Argument(help="Name of the worker; see `twinpool get workers`.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return only when it is done; 1 if it failed.")]
@@ -70,10 +58,10 @@ def drain(
     confirm(f"Take {worker} out for good?", yes)
     request = pb.DrainWorkerRequest(worker=worker, timeout=duration_of(timeout))
 
-    async def ask(stub: "control_pb2_grpc.ControlServiceAsyncStub") -> pb.Operation:
+    async def begin(stub: Stub) -> pb.Operation:
         return (await stub.DrainWorker(request, timeout=CALL_SECONDS)).operation
 
-    operate(control_endpoint(cluster, control), ask, wait, output)
+    operate(control_endpoint(cluster, control), begin, wait, output)
 
 
 def restart(
@@ -89,38 +77,35 @@ def restart(
     confirm(f"Restart {worker}?", yes)
     request = pb.RestartWorkerRequest(worker=worker, timeout=duration_of(timeout))
 
-    async def ask(stub: "control_pb2_grpc.ControlServiceAsyncStub") -> pb.Operation:
+    async def begin(stub: Stub) -> pb.Operation:
         return (await stub.RestartWorker(request, timeout=CALL_SECONDS)).operation
 
-    operate(control_endpoint(cluster, control), ask, wait, output)
+    operate(control_endpoint(cluster, control), begin, wait, output)
 
 
 def operations(
     cluster: ClusterOption = "local", control: ControlOption = "", output: FormatOption = Format.TABLE
 ) -> None:
-    """List drains, restarts and flips, the newest first."""
+    """List what is changed, and what was, the newest first."""
 
-    async def ask() -> list[pb.Operation]:
-        async with control_channel(control_endpoint(cluster, control)) as connection:
-            stub = control_pb2_grpc.ControlServiceStub(connection)
-            try:
-                answer = await stub.ListOperations(pb.ListOperationsRequest(), timeout=CALL_SECONDS)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error) from error
-            return list(answer.operations)
-
-    emit_rows([row_of(found) | {"name": found.id} for found in run_command(ask())], COLUMNS, output)
+    asked = pb.ListOperationsRequest()
+    endpoint = control_endpoint(cluster, control)
+    answer = run_command(ask(endpoint, lambda stub: stub.ListOperations(asked, timeout=CALL_SECONDS)))
+    emit_rows([row_of(found) | {"name": found.id} for found in answer.operations], COLUMNS, output)
 
 
 def row_of(operation: pb.Operation) -> dict[str, object]:
     """An operation as commands print it."""
     began, steps = operation.created_at.ToNanoseconds(), operation.steps
+    scales = operation.kind == pb.OPERATION_KIND_SCALE
     running = operation.state == pb.OPERATION_STATE_RUNNING
     done = steps[-1].done_at.ToNanoseconds() if steps and steps[-1].HasField("done_at") else 0
     ended = time.time_ns() if running or not done else done
     return {
         "id": operation.id,
         "kind": pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower(),
+        "subject": operation.worker.name or operation.pool,
+        "pool": operation.pool,
         "worker": operation.worker.name,
         "incarnation": f"{operation.worker.incarnation:016x}",
         "to": ROLES.get(operation.target_role, ""),
@@ -128,7 +113,11 @@ def row_of(operation: pb.Operation) -> dict[str, object]:
         "step": steps[-1].name if steps else "",
         "seconds": round((ended - began) / 1e9, 3),
         "waits_for": steps[-1].detail if steps and running else "",
+        "reason": operation.reason,
         "error": operation.error,
+        "parent": operation.parent,
+        "prefill": operation.prefill if scales else None,
+        "decode": operation.decode if scales else None,
         "successor": f"{operation.successor.incarnation:016x}" if operation.HasField("successor") else "",
     }
 
@@ -143,9 +132,20 @@ def confirm(question: str, yes: bool) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-def operate(endpoint: str, ask: Ask, wait: bool, output: Format) -> None:
+def operate(
+    endpoint: str, begin: Callable[[Stub], Awaitable[pb.Operation]], wait: bool, output: Format
+) -> None:
     """Begins an operation, waits for its end if that is wanted, and prints it. Ends the command with 1 if it has failed."""
-    operation = run_command(_run(endpoint, ask, wait))
+
+    async def run() -> pb.Operation:
+        operation = await ask(endpoint, begin)
+        return await ended(endpoint, operation) if wait else operation
+
+    emit_operation(run_command(run()), output)
+
+
+def emit_operation(operation: pb.Operation, output: Format) -> None:
+    """Prints an operation, and ends the command as failed if it has."""
     row = row_of(operation)
     if output is Format.TABLE:
         emit_rows([row], COLUMNS, output)
@@ -155,49 +155,6 @@ def operate(endpoint: str, ask: Ask, wait: bool, output: Format) -> None:
         emit_data(row, output)
     if operation.state == pb.OPERATION_STATE_FAILED:
         raise fail(operation.error, EXIT_FAILED)
-
-
-async def _run(endpoint: str, ask: Ask, wait: bool) -> pb.Operation:
-    async with control_channel(endpoint) as connection:
-        stub = control_pb2_grpc.ControlServiceStub(connection)
-        try:
-            operation = await ask(stub)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        if wait:
-            operation = await _ended(stub, operation)
-        return operation
-
-
-async def _ended(stub: "control_pb2_grpc.ControlServiceAsyncStub", operation: pb.Operation) -> pb.Operation:
-    """Follows an operation to its end, also over a restart of the control process."""
-    step, heard_at = "", time.monotonic()
-    while operation.state == pb.OPERATION_STATE_RUNNING:
-        await asyncio.sleep(POLL_SECONDS)
-        try:
-            asked = pb.GetOperationRequest(id=operation.id)
-            operation = (await stub.GetOperation(asked, timeout=CALL_SECONDS)).operation
-            heard_at = time.monotonic()
-        except grpc.RpcError as error:
-            known = from_rpc_error(error)
-            if not _passing(known) or time.monotonic() - heard_at > SILENCE_SECONDS:
-                raise known from error
-        shown = _shown(operation)
-        if shown != step:
-            step = shown
-            err.print(f"{operation.worker.name}: {step}")
-    return operation
-
-
-def _passing(error: TwinpoolError) -> bool:
-    return error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-
-
-def _shown(operation: pb.Operation) -> str:
-    if not operation.steps:
-        return ""
-    step = operation.steps[-1]
-    return f"{step.name} ({step.detail})" if step.detail else step.name
 
 
 def duration_of(seconds: float | None) -> Duration | None:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from twinpool.control.cli.calls import CALL_SECONDS, Stub
 from twinpool.control.cli.drain import (
-    CALL_SECONDS,
     WaitOption,
     WorkerArgument,
     YesOption,
@@ -18,7 +18,7 @@ from twinpool.control.cli.drain import (
 from twinpool.control.cli.output import Format, FormatOption
 from twinpool.control.cli.target import ClusterOption, ControlOption, control_endpoint
 from twinpool.v1 import control_pb2 as pb
-from twinpool.v1 import control_pb2_grpc, worker_pb2
+from twinpool.v1 import worker_pb2
 
 
 class RoleName(StrEnum):
@@ -61,7 +61,7 @@ def flip(
     confirm(f"Make {worker} a {to.value} worker?", yes)
     request = pb.FlipWorkerRequest(worker=worker, role=ROLES[to], timeout=duration_of(timeout), force=force)
 
-    async def ask(stub: "control_pb2_grpc.ControlServiceAsyncStub") -> pb.Operation:
+    async def begin(stub: Stub) -> pb.Operation:
         return (await stub.FlipWorker(request, timeout=CALL_SECONDS)).operation
 
-    operate(control_endpoint(cluster, control), ask, wait, output)
+    operate(control_endpoint(cluster, control), begin, wait, output)

@@ -9,16 +9,19 @@ import typer
 
 import twinpool
 from twinpool import logs
-from twinpool.control.cli import config, core, get, model, serve
+from twinpool.control.cli import config, core, describe, get, model, serve
+from twinpool.control.cli.cordon import cordon, uncordon
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
 from twinpool.control.cli.drain import drain, restart
+from twinpool.control.cli.events import events
 from twinpool.control.cli.flip import flip
 from twinpool.control.cli.generate import chat, generate
 from twinpool.control.cli.health import health
 from twinpool.control.cli.kernels import kernels_command
 from twinpool.control.cli.key import key_command
 from twinpool.control.cli.replay import replay_command
+from twinpool.control.cli.scale import scale
 from twinpool.control.cli.simulate import simulate_command
 from twinpool.control.cli.trace import trace_command
 from twinpool.control.cli.up import down, up
@@ -36,9 +39,14 @@ app.add_typer(serve.app, name="serve")
 app.command()(generate)
 app.command()(chat)
 app.add_typer(get.app, name="get")
+app.add_typer(describe.app, name="describe")
+app.command()(scale)
+app.command()(cordon)
+app.command()(uncordon)
 app.command()(drain)
 app.command()(restart)
 app.command()(flip)
+app.command()(events)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

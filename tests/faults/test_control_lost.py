@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Site:
     controls: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     routers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
-    def start_control(self) -> None:
+    def start_control(self, more: Mapping[str, object] | None = None) -> None:
         settings: dict[str, object] = {
             "cluster.name": "test",
             "cluster.etcd_endpoints": self.store_endpoint,
@@ -61,6 +61,7 @@ class Site:
             "worker.drain_timeout_seconds": 5,
             "pools.ray_address": self.head.address,
             "log.format": "json",
+            **(more or {}),
         }
         env = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
         env |= to_env(load_config(None, settings, env={})) | {"RAY_AUTH_MODE": "disabled"}
@@ -76,13 +77,13 @@ class Site:
         return self.directory / f"control-{number}.log"
 
     async def launched(self) -> None:
-        """Waits until the newest control process has all its workers."""
+        """Waits until the newest control process acts, and has found the workers that there are."""
         number = len(self.controls) - 1
 
         def told() -> bool:
             text = self.log(number).read_text(errors="replace")
             assert self.controls[number].poll() is None, text[-4000:]
-            return "workers_launched" in text
+            return "control_leads" in text
 
         await until(told, LONG_WAIT)
 

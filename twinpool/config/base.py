@@ -20,7 +20,7 @@ class Section(BaseModel):
     )
 
 
-def _split(value: object) -> object:
+def split_list(value: object) -> object:
     """An environment variable holds a list as "a,b" or as JSON."""
     if not isinstance(value, str):
         return value
@@ -52,4 +52,4 @@ def _endpoint(value: str) -> str:
 Name = Annotated[str, AfterValidator(_name)]
 OptionalName = Annotated[str, AfterValidator(_optional_name)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split), NoDecode]
+Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(split_list), NoDecode]

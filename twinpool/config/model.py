@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from twinpool.config.audit import AuditConfig
 from twinpool.config.base import Section
-from twinpool.config.pools import ControlSection, PoolsSection
+from twinpool.config.pools import ControlSection, PoolsSection, broken_pool_rules
 from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
@@ -122,6 +122,7 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
             f"rpc.max_message_bytes: {rpc.max_message_bytes} is too small for a prompt of "
             f"router.max_prompt_tokens = {router.max_prompt_tokens}, which takes up to {wire} bytes between router and worker"
         )
+    yield from broken_pool_rules(config.pools)
     yield from _file_rules(config)
 
 

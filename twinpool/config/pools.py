@@ -3,9 +3,53 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import math
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
 
-from twinpool.config.base import Section
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from twinpool.config.base import Section, split_list
+
+WORKERS_MAX: Final = 4096
+"""Most workers of one role in a pool."""
+
+RESOURCES_MAX: Final = 16
+"""Most kinds of resources that a worker may need."""
+
+
+def _resources(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) > RESOURCES_MAX:
+        raise ValueError(f"names {len(value)} resources; at most {RESOURCES_MAX}")
+    names = []
+    for part in value:
+        name, equals, amount = part.partition("=")
+        try:
+            good = bool(name.strip() and equals) and 0 <= float(amount) < math.inf
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(f"{part!r} is not NAME=AMOUNT, for instance CPU=1 or GPU=0.5")
+        names.append(name.strip())
+    if len(set(names)) < len(names):
+        raise ValueError("names a resource twice")
+    return value
+
+
+Resources = Annotated[
+    tuple[str, ...], BeforeValidator(split_list), NoDecode, AfterValidator(_resources), Field(max_length=16)
+]
+Placement = Literal["default", "spread", "group"]
+
+_RESOURCES_HELP: Final = (
+    "What Ray is to find for a {} worker, as NAME=AMOUNT: CPU, GPU, memory (bytes) and resources of your own, for instance "
+    "CPU=4,GPU=1,rack-a=1. Empty: one CPU in a Ray cluster that is joined, nothing in a local one."
+)
+_PLACEMENT_HELP: Final = (
+    "How Ray chooses the node of a {} worker. spread: away from others; group: in a placement group of its own, which keeps "
+    "its resources for it while it restarts."
+)
 
 
 class ControlSection(Section):
@@ -18,14 +62,34 @@ class ControlSection(Section):
 class PoolsSection(Section):
     """How many workers the control process runs, and how Ray runs them."""
 
-    prefill_workers: int = Field(default=1, ge=0, le=4096, description="Prefill workers of the pool.")
-    decode_workers: int = Field(default=1, ge=0, le=4096, description="Decode workers of the pool.")
+    prefill_workers: int = Field(
+        default=1,
+        ge=0,
+        le=WORKERS_MAX,
+        description="Prefill workers of the pool at first. Changed later, it counts as a wish like `twinpool scale`.",
+    )
+    decode_workers: int = Field(
+        default=1,
+        ge=0,
+        le=WORKERS_MAX,
+        description="Decode workers of the pool at first. Changed later, it counts as a wish like `twinpool scale`.",
+    )
+    prefill_least: int = Field(default=0, ge=0, le=WORKERS_MAX, description="Fewest prefill workers.")
+    prefill_most: int = Field(default=WORKERS_MAX, ge=0, le=WORKERS_MAX, description="Most prefill workers.")
+    decode_least: int = Field(default=0, ge=0, le=WORKERS_MAX, description="Fewest decode workers.")
+    decode_most: int = Field(default=WORKERS_MAX, ge=0, le=WORKERS_MAX, description="Most decode workers.")
     routers: int = Field(default=1, ge=0, le=64, description="Router processes of a local cluster.")
     start_timeout_seconds: float = Field(
         default=300.0,
         gt=0,
         le=86400,
         description="Longest wait until a worker is ready, in seconds. Covers the load of its weights.",
+    )
+    pending_timeout_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        le=86400,
+        description="How long Ray may find no place for a worker until an operation that needs it fails, in seconds.",
     )
     ray_address: str = Field(
         default="",
@@ -40,3 +104,47 @@ class PoolsSection(Section):
     max_restarts: int = Field(
         default=-1, ge=-1, le=1 << 20, description="How often Ray restarts a worker that died; -1: always."
     )
+    prefill_resources: Resources = Field(default=(), description=_RESOURCES_HELP.format("prefill"))
+    decode_resources: Resources = Field(default=(), description=_RESOURCES_HELP.format("decode"))
+    prefill_placement: Placement = Field(default="default", description=_PLACEMENT_HELP.format("prefill"))
+    decode_placement: Placement = Field(default="default", description=_PLACEMENT_HELP.format("decode"))
+    stop_workers: bool = Field(
+        default=True,
+        description="Whether the workers end with a control process that is told to stop. Off: they stay in the Ray cluster that "
+        "is joined, for the control process that stands by or comes next.",
+    )
+
+    def workers(self, role: str) -> int:
+        """How many of a role there are at first."""
+        return self.prefill_workers if role == "prefill" else self.decode_workers
+
+    def bounds(self, role: str) -> tuple[int, int]:
+        """(fewest, most) of a role."""
+        if role == "prefill":
+            return self.prefill_least, self.prefill_most
+        return self.decode_least, self.decode_most
+
+    def resources(self, role: str) -> dict[str, float]:
+        """What a worker of a role needs, by Ray's names; empty: nothing is said."""
+        given = self.prefill_resources if role == "prefill" else self.decode_resources
+        return {part.partition("=")[0].strip(): float(part.partition("=")[2]) for part in given}
+
+    def placement(self, role: str) -> Placement:
+        """How the node of a worker of a role is chosen."""
+        return self.prefill_placement if role == "prefill" else self.decode_placement
+
+
+def broken_pool_rules(pools: PoolsSection) -> Iterator[str]:
+    """The rules between its keys that ``pools`` breaks; each message starts with the key at fault."""
+    for role in ("prefill", "decode"):
+        least, most = pools.bounds(role)
+        if least > most:
+            yield f"pools.{role}_least: {least} exceeds pools.{role}_most = {most}"
+        # A control process that runs no workers has no use for bounds.
+        elif pools.prefill_workers + pools.decode_workers and not least <= pools.workers(role) <= most:
+            yield (
+                f"pools.{role}_workers: {pools.workers(role)} is not within pools.{role}_least = {least} and "
+                f"pools.{role}_most = {most}"
+            )
+    if not pools.stop_workers and not pools.ray_address:
+        yield "pools.stop_workers: cannot be off without pools.ray_address: a local Ray ends with its control process"

@@ -4,7 +4,7 @@
 Losing etcd stops nothing. A registration is renewed, and made anew if its lease was lost; a watch keeps its last view.
 """
 
-from twinpool.membership.records import RecordError, parse, problem_of
+from twinpool.membership.records import RecordError, parse, problem_of, takes_work
 from twinpool.membership.registration import Registration
 from twinpool.membership.watch import (
     GRACE_SECONDS,
@@ -28,4 +28,5 @@ __all__ = [
     "WorkerWatch",
     "parse",
     "problem_of",
+    "takes_work",
 ]

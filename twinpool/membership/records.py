@@ -9,7 +9,12 @@ from google.protobuf.message import DecodeError
 
 from twinpool.ids import is_name
 from twinpool.store import Keys
-from twinpool.v1.control_pb2 import WORKER_STATE_UNSPECIFIED, RouterRecord, WorkerRecord
+from twinpool.v1.control_pb2 import (
+    WORKER_STATE_READY,
+    WORKER_STATE_UNSPECIFIED,
+    RouterRecord,
+    WorkerRecord,
+)
 from twinpool.v1.worker_pb2 import ROLE_UNSPECIFIED
 
 Record = WorkerRecord | RouterRecord
@@ -50,6 +55,11 @@ def key_of(keys: Keys, record: Record) -> str:
     if isinstance(record, WorkerRecord):
         return keys.worker(record.pool, record.worker.name)
     return keys.router(record.name)
+
+
+def takes_work(record: WorkerRecord) -> bool:
+    """Whether the worker says that new work may be placed there."""
+    return record.state == WORKER_STATE_READY and not record.cordoned
 
 
 def problem_of(record: Record) -> str:

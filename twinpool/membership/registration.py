@@ -102,6 +102,15 @@ class Registration:
             self._value = self._encode()
         self._keeper.nudge()
 
+    def update_cordoned(self, cordoned: bool) -> None:
+        """Says whether new work is to be placed elsewhere. Returns at once, as ``update_state``."""
+        with self._lock:
+            if not isinstance(self._record, WorkerRecord):
+                raise TypeError("only a worker's record can be cordoned")
+            self._record.cordoned = cordoned
+            self._value = self._encode()
+        self._keeper.nudge()
+
     def complete(self, facts: WorkerRecord) -> None:
         """Adds what became known since the start: the fields that ``facts`` has set. Goes to etcd with the next change of
         state."""

@@ -57,12 +57,16 @@ METHODS: Final = {
     "ControlService/DrainWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/RestartWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/FlipWorker": Audited(True, "worker", ("role", "timeout", "force")),
+    "ControlService/ScalePool": Audited(True, "pool", ("prefill", "decode", "timeout", "force")),
+    "ControlService/CordonWorker": Audited(True, "worker"),
+    "ControlService/UncordonWorker": Audited(True, "worker"),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),
     "RouterService/FetchRecording": Audited(False),
     "WorkerService/Drain": Audited(True, "worker", ("timeout",)),
     "WorkerService/ChangeRole": Audited(True, "worker", ("role", "epoch", "timeout")),
+    "WorkerService/Cordon": Audited(True, "worker", ("cordoned",)),
 }
 """The methods that change the cluster or look into what others have asked."""
 
@@ -229,12 +233,14 @@ def _shown(request: Any, field: str) -> str | float:
     value: Any = getattr(request, field, "")
     if isinstance(value, str):
         return value[:CHARS_MAX]
-    if isinstance(value, int):
-        kind = request.DESCRIPTOR.fields_by_name[field].enum_type
-        known = kind.values_by_number.get(value) if kind is not None else None
-        return value if known is None else str(known.name)
-    if not request.HasField(field):
+    about = request.DESCRIPTOR.fields_by_name[field]
+    if about.has_presence and not request.HasField(field):
         return ""
+    if isinstance(value, int):
+        known = about.enum_type.values_by_number.get(value) if about.enum_type is not None else None
+        return value if known is None else str(known.name)
+    if isinstance(value, float):
+        return value
     return (
         value.ToNanoseconds() / 1e9
         if isinstance(value, Duration)

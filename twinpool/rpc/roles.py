@@ -27,6 +27,7 @@ _CALLERS: Final[dict[str, frozenset[str]]] = {
     "WorkerService/PinPrefix": frozenset({"router"}),
     "WorkerService/ReleasePrefix": frozenset({"router"}),
     "WorkerService/ChangeRole": _OVERSEERS,
+    "WorkerService/Cordon": _OVERSEERS,
     "WorkerService": _OVERSEERS | {"router"},
     "HandoffService": frozenset({"worker"}),
     "RouterService/HandOver": frozenset({"router"}),

@@ -76,9 +76,31 @@ class Keys:
         """Key of one pool's specification."""
         return f"{self.pools}{_part(pool)}"
 
+    def roles(self, pool: str) -> str:
+        """Prefix of the roles that workers of a pool had last."""
+        return f"{self.root}roles/{_part(pool)}/"
+
     def role(self, pool: str, worker: str) -> str:
         """Key of the role that a worker had last."""
-        return f"{self.root}roles/{_part(pool)}/{_part(worker)}"
+        return f"{self.roles(pool)}{_part(worker)}"
+
+    @property
+    def cordons(self) -> str:
+        """Prefix of the names of workers that new work is kept away from."""
+        return f"{self.root}cordons/"
+
+    def cordon(self, worker: str) -> str:
+        """Key that says that new work is kept away from a worker."""
+        return f"{self.cordons}{_part(worker)}"
+
+    @property
+    def events(self) -> str:
+        """Prefix of what has happened."""
+        return f"{self.root}events/"
+
+    def event(self, event: str) -> str:
+        """Key of one event."""
+        return f"{self.events}{_part(event)}"
 
     @property
     def operations(self) -> str:

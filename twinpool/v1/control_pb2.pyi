@@ -36,6 +36,8 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     """The worker leaves, and another one starts under its name."""
     OPERATION_KIND_FLIP: _OperationKind.ValueType  # 3
     """The worker changes its role."""
+    OPERATION_KIND_SCALE: _OperationKind.ValueType  # 4
+    """The pool gets another number of workers."""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
     """What an operation does."""
@@ -48,6 +50,8 @@ OPERATION_KIND_RESTART: OperationKind.ValueType  # 2
 """The worker leaves, and another one starts under its name."""
 OPERATION_KIND_FLIP: OperationKind.ValueType  # 3
 """The worker changes its role."""
+OPERATION_KIND_SCALE: OperationKind.ValueType  # 4
+"""The pool gets another number of workers."""
 Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
 
 class _OperationState:
@@ -77,6 +81,54 @@ OPERATION_STATE_SUCCEEDED: OperationState.ValueType  # 2
 OPERATION_STATE_FAILED: OperationState.ValueType  # 3
 """Given up; see the error."""
 Global___OperationState: _TypeAlias = OperationState  # noqa: Y015
+
+class _ReplicaPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReplicaPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REPLICA_PHASE_UNSPECIFIED: _ReplicaPhase.ValueType  # 0
+    """Not known."""
+    REPLICA_PHASE_PENDING: _ReplicaPhase.ValueType  # 1
+    """Ray has no place for it; see the cause."""
+    REPLICA_PHASE_STARTING: _ReplicaPhase.ValueType  # 2
+    """Its process starts, or loads the model."""
+    REPLICA_PHASE_READY: _ReplicaPhase.ValueType  # 3
+    """It takes work."""
+    REPLICA_PHASE_UNREADY: _ReplicaPhase.ValueType  # 4
+    """It is registered, but not fit for work."""
+    REPLICA_PHASE_DRAINING: _ReplicaPhase.ValueType  # 5
+    """It leaves."""
+    REPLICA_PHASE_FLIPPING: _ReplicaPhase.ValueType  # 6
+    """It changes its role."""
+    REPLICA_PHASE_BACKOFF: _ReplicaPhase.ValueType  # 7
+    """It has ended and is started again after a while; see the cause."""
+    REPLICA_PHASE_HELD: _ReplicaPhase.ValueType  # 8
+    """It was drained for good by an operator; nobody starts another one in its place."""
+
+class ReplicaPhase(_ReplicaPhase, metaclass=_ReplicaPhaseEnumTypeWrapper):
+    """Where a worker that the control process runs stands."""
+
+REPLICA_PHASE_UNSPECIFIED: ReplicaPhase.ValueType  # 0
+"""Not known."""
+REPLICA_PHASE_PENDING: ReplicaPhase.ValueType  # 1
+"""Ray has no place for it; see the cause."""
+REPLICA_PHASE_STARTING: ReplicaPhase.ValueType  # 2
+"""Its process starts, or loads the model."""
+REPLICA_PHASE_READY: ReplicaPhase.ValueType  # 3
+"""It takes work."""
+REPLICA_PHASE_UNREADY: ReplicaPhase.ValueType  # 4
+"""It is registered, but not fit for work."""
+REPLICA_PHASE_DRAINING: ReplicaPhase.ValueType  # 5
+"""It leaves."""
+REPLICA_PHASE_FLIPPING: ReplicaPhase.ValueType  # 6
+"""It changes its role."""
+REPLICA_PHASE_BACKOFF: ReplicaPhase.ValueType  # 7
+"""It has ended and is started again after a while; see the cause."""
+REPLICA_PHASE_HELD: ReplicaPhase.ValueType  # 8
+"""It was drained for good by an operator; nobody starts another one in its place."""
+Global___ReplicaPhase: _TypeAlias = ReplicaPhase  # noqa: Y015
 
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -125,7 +177,7 @@ class OperationStep(_message.Message):
     DONE_AT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ask", "leave", "end", "start" or "ready"; of a flip "ask", "drain" or "commit"."""
+    """"ask", "leave", "end", "start" or "ready"; of a flip "ask", "drain" or "commit"; of a scale "write" or "converge"."""
     detail: _builtins.str
     """What it waits for, if it is known; for people."""
     @_builtins.property
@@ -170,13 +222,17 @@ class Operation(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
     TARGET_ROLE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its name."""
     kind: Global___OperationKind.ValueType
     """What it does."""
     pool: _builtins.str
-    """The worker's pool."""
+    """The pool."""
     role: _worker_pb2.Role.ValueType
     """The worker's role when it began."""
     state: Global___OperationState.ValueType
@@ -185,11 +241,19 @@ class Operation(_message.Message):
     """Reason and text of what it failed with."""
     target_role: _worker_pb2.Role.ValueType
     """Of a flip: the role that the worker is to have."""
+    parent: _builtins.str
+    """The operation that began it, or "reconciler"; empty: an operator did."""
+    reason: _builtins.str
+    """Why, for people."""
+    prefill: _builtins.int
+    """Of a scale: prefill workers that are wanted."""
+    decode: _builtins.int
+    """Of a scale: decode workers that are wanted."""
     epoch: _builtins.int
     """Of a flip: the worker's epoch when it began."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
-        """The worker that leaves, or changes its role."""
+        """The worker that leaves or changes its role; unset: it is about the pool."""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationStep]:
@@ -197,7 +261,7 @@ class Operation(_message.Message):
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """How long the worker may take to leave or to become free, from the first step on."""
+        """How long the worker may take to leave or to become free, from the first step on; of a scale, how long the whole may take."""
 
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp:
@@ -222,11 +286,15 @@ class Operation(_message.Message):
         error: _builtins.str = ...,
         successor: _worker_pb2.WorkerId | None = ...,
         target_role: _worker_pb2.Role.ValueType = ...,
+        parent: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
         epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "pool", b"pool", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "decode", b"decode", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "pool", b"pool", "prefill", b"prefill", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -484,6 +552,629 @@ class ListOperationsResponse(_message.Message):
 Global___ListOperationsResponse: _TypeAlias = ListOperationsResponse  # noqa: Y015
 
 @_typing.final
+class RoleSpec(_message.Message):
+    """How many workers of a role a pool has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESIRED_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    CONFIGURED_FIELD_NUMBER: _builtins.int
+    desired: _builtins.int
+    """Wanted."""
+    least: _builtins.int
+    """Fewest that may be wanted."""
+    most: _builtins.int
+    """Most that may be wanted."""
+    configured: _builtins.int
+    """What the configuration said when `desired` was last taken from it. Another number there counts as a new wish."""
+    def __init__(
+        self,
+        *,
+        desired: _builtins.int = ...,
+        least: _builtins.int = ...,
+        most: _builtins.int = ...,
+        configured: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "desired", b"desired", "least", b"least", "most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleSpec: _TypeAlias = RoleSpec  # noqa: Y015
+
+@_typing.final
+class PoolSpec(_message.Message):
+    """What a pool shall be, as it lies in etcd."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    auto: _builtins.bool
+    """Whether the split between the roles is changed without being asked for."""
+    generation: _builtins.int
+    """Counter of changes, from 1."""
+    @_builtins.property
+    def prefill(self) -> Global___RoleSpec:
+        """Its prefill workers."""
+
+    @_builtins.property
+    def decode(self) -> Global___RoleSpec:
+        """Its decode workers."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        prefill: Global___RoleSpec | None = ...,
+        decode: Global___RoleSpec | None = ...,
+        auto: _builtins.bool = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "decode", b"decode", "generation", b"generation", "pool", b"pool", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolSpec: _TypeAlias = PoolSpec  # noqa: Y015
+
+@_typing.final
+class Replica(_message.Message):
+    """A worker of a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    CRASHES_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    MANAGED_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    role: _worker_pb2.Role.ValueType
+    """Its role, also while it is not registered."""
+    phase: Global___ReplicaPhase.ValueType
+    """Where it stands."""
+    cause: _builtins.str
+    """Why it is not ready; empty: there is nothing to say."""
+    crashes: _builtins.int
+    """How often it has ended by itself of late."""
+    cordoned: _builtins.bool
+    """Whether new work is kept away from it."""
+    managed: _builtins.bool
+    """Whether the control process runs its process."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is in that phase."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        role: _worker_pb2.Role.ValueType = ...,
+        phase: Global___ReplicaPhase.ValueType = ...,
+        cause: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        crashes: _builtins.int = ...,
+        cordoned: _builtins.bool = ...,
+        managed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "cordoned", b"cordoned", "crashes", b"crashes", "managed", b"managed", "phase", b"phase", "role", b"role", "since", b"since", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class PoolStatus(_message.Message):
+    """A pool: what it shall be and what it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    MANAGED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    managed: _builtins.bool
+    """Whether the control process runs its workers; otherwise whoever does sets their number."""
+    waiting: _builtins.str
+    """Why nothing is changed now, for instance while etcd is away; empty: nothing hinders."""
+    @_builtins.property
+    def spec(self) -> Global___PoolSpec:
+        """What it shall be."""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """Its workers, ordered by name."""
+
+    def __init__(
+        self,
+        *,
+        spec: Global___PoolSpec | None = ...,
+        replicas: _abc.Iterable[Global___Replica] | None = ...,
+        managed: _builtins.bool = ...,
+        waiting: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["managed", b"managed", "replicas", b"replicas", "spec", b"spec", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class ListPoolsRequest(_message.Message):
+    """Asks for the pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only this pool; empty: all."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
+
+@_typing.final
+class ListPoolsResponse(_message.Message):
+    """The pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]:
+        """Ordered by name."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
+
+@_typing.final
+class ScalePoolRequest(_message.Message):
+    """Asks for another number of workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool."""
+    prefill: _builtins.int
+    """Prefill workers; unset: as many as now."""
+    decode: _builtins.int
+    """Decode workers; unset: as many as now."""
+    force: _builtins.bool
+    """Whether a role may be left without workers."""
+    reason: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long it may take; unset: as long as the start of a worker and the drain of one may take."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        force: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "force", b"force", "pool", b"pool", "prefill", b"prefill", "reason", b"reason", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___ScalePoolRequest: _TypeAlias = ScalePoolRequest  # noqa: Y015
+
+@_typing.final
+class ScalePoolResponse(_message.Message):
+    """The operation that has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """Its record."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalePoolResponse: _TypeAlias = ScalePoolResponse  # noqa: Y015
+
+@_typing.final
+class CordonWorkerRequest(_message.Message):
+    """Asks to keep new work away from a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonWorkerRequest: _TypeAlias = CordonWorkerRequest  # noqa: Y015
+
+@_typing.final
+class CordonWorkerResponse(_message.Message):
+    """It is kept away once the worker is reached, and stays away over a restart of the worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOLD_FIELD_NUMBER: _builtins.int
+    told: _builtins.bool
+    """Whether the worker has heard it; otherwise it is told again until it does."""
+    def __init__(
+        self,
+        *,
+        told: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonWorkerResponse: _TypeAlias = CordonWorkerResponse  # noqa: Y015
+
+@_typing.final
+class UncordonWorkerRequest(_message.Message):
+    """Asks to give new work to a worker again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UncordonWorkerRequest: _TypeAlias = UncordonWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UncordonWorkerResponse(_message.Message):
+    """It gets new work once the worker is reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOLD_FIELD_NUMBER: _builtins.int
+    told: _builtins.bool
+    """Whether the worker has heard it; otherwise it is told again until it does."""
+    def __init__(
+        self,
+        *,
+        told: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UncordonWorkerResponse: _TypeAlias = UncordonWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DescribeWorkerRequest(_message.Message):
+    """Asks for a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeWorkerRequest: _TypeAlias = DescribeWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DescribeWorkerResponse(_message.Message):
+    """All that is known of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record(self) -> Global___WorkerRecord:
+        """What it has registered; unset: nothing now."""
+
+    @_builtins.property
+    def replica(self) -> Global___Replica:
+        """Where it stands; unset: the control process does not know it."""
+
+    @_builtins.property
+    def counts(self) -> _worker_pb2.InspectResponse:
+        """Its own counts; unset: it did not answer."""
+
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
+        """Its operations, the newest first."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """Its last events, the oldest first."""
+
+    @_builtins.property
+    def log(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The last lines of its log, where the control process can read it."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___WorkerRecord | None = ...,
+        replica: Global___Replica | None = ...,
+        counts: _worker_pb2.InspectResponse | None = ...,
+        operations: _abc.Iterable[Global___Operation] | None = ...,
+        events: _abc.Iterable[Global___Event] | None = ...,
+        log: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "record", b"record", "replica", b"replica"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "events", b"events", "log", b"log", "operations", b"operations", "record", b"record", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeWorkerResponse: _TypeAlias = DescribeWorkerResponse  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """Something that has happened to a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its name; events that came later have greater ones."""
+    pool: _builtins.str
+    """The pool."""
+    subject: _builtins.str
+    """The worker, pool or operation that it is about."""
+    reason: _builtins.str
+    """What happened, in CamelCase; docs/pools.md lists all."""
+    message: _builtins.str
+    """The same for people."""
+    operation: _builtins.str
+    """The operation that it belongs to; empty: none."""
+    warning: _builtins.bool
+    """Whether somebody should look."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        pool: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        operation: _builtins.str = ...,
+        warning: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "id", b"id", "message", b"message", "operation", b"operation", "pool", b"pool", "reason", b"reason", "subject", b"subject", "warning", b"warning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    """Asks for events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only of this pool; empty: all."""
+    subject: _builtins.str
+    """Only about this worker, pool or operation; empty: all."""
+    warning: _builtins.bool
+    """Only warnings."""
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """Only those that are not older; unset: all that are kept."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        since: _duration_pb2.Duration | None = ...,
+        warning: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "since", b"since", "subject", b"subject", "warning", b"warning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    """The events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """The oldest first."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class WatchEventsRequest(_message.Message):
+    """Asks for events, also those to come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only of this pool; empty: all."""
+    subject: _builtins.str
+    """Only about this worker, pool or operation; empty: all."""
+    warning: _builtins.bool
+    """Only warnings."""
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """Of the past only those that are not older; unset: all that are kept."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        since: _duration_pb2.Duration | None = ...,
+        warning: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "since", b"since", "subject", b"subject", "warning", b"warning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class WatchEventsResponse(_message.Message):
+    """One event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def event(self) -> Global___Event:
+        """What happened."""
+
+    def __init__(
+        self,
+        *,
+        event: Global___Event | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
 class WorkerRecord(_message.Message):
     """What a worker registers in etcd under its lease."""
 
@@ -513,6 +1204,7 @@ class WorkerRecord(_message.Message):
     PREFILL_COST_FIELD_NUMBER: _builtins.int
     STEP_COST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool it belongs to."""
     role: _worker_pb2.Role.ValueType
@@ -551,6 +1243,8 @@ class WorkerRecord(_message.Message):
     """Where past events and snapshots are asked for over ZeroMQ: host:port."""
     epoch: _builtins.int
     """Counts the changes of role of this incarnation, those that were given up included; from 1."""
+    cordoned: _builtins.bool
+    """Whether new work is to be placed elsewhere. It stays and finishes what it has."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
         """Who."""
@@ -602,10 +1296,11 @@ class WorkerRecord(_message.Message):
         prefill_cost: Global___CostModel | None = ...,
         step_cost: Global___CostModel | None = ...,
         epoch: _builtins.int = ...,
+        cordoned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_cost", b"prefill_cost", "started_at", b"started_at", "step_cost", b"step_cost", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cordoned", b"cordoned", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

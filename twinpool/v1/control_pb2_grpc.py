@@ -65,6 +65,41 @@ class ControlServiceStub:
                 request_serializer=twinpool_dot_v1_dot_control__pb2.ListOperationsRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_control__pb2.ListOperationsResponse.FromString,
                 _registered_method=True)
+        self.ListPools = channel.unary_unary(
+                '/twinpool.v1.ControlService/ListPools',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
+                _registered_method=True)
+        self.ScalePool = channel.unary_unary(
+                '/twinpool.v1.ControlService/ScalePool',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.ScalePoolRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.ScalePoolResponse.FromString,
+                _registered_method=True)
+        self.CordonWorker = channel.unary_unary(
+                '/twinpool.v1.ControlService/CordonWorker',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.CordonWorkerRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.CordonWorkerResponse.FromString,
+                _registered_method=True)
+        self.UncordonWorker = channel.unary_unary(
+                '/twinpool.v1.ControlService/UncordonWorker',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.UncordonWorkerRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.UncordonWorkerResponse.FromString,
+                _registered_method=True)
+        self.DescribeWorker = channel.unary_unary(
+                '/twinpool.v1.ControlService/DescribeWorker',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.DescribeWorkerRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.DescribeWorkerResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/twinpool.v1.ControlService/ListEvents',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/twinpool.v1.ControlService/WatchEvents',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -113,6 +148,55 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPools(self, request, context):
+        """What the pools shall be and what they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScalePool(self, request, context):
+        """Begins to change the size of a pool. Returns once that is recorded; see GetOperation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CordonWorker(self, request, context):
+        """Keeps new work away from a worker. What runs there goes on, and it stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UncordonWorker(self, request, context):
+        """Gives new work to a worker again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeWorker(self, request, context):
+        """All that is known of a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """What has happened, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """What has happened, as ListEvents, then what happens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +229,41 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ListOperations,
                     request_deserializer=twinpool_dot_v1_dot_control__pb2.ListOperationsRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_control__pb2.ListOperationsResponse.SerializeToString,
+            ),
+            'ListPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPools,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.ListPoolsRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.ListPoolsResponse.SerializeToString,
+            ),
+            'ScalePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScalePool,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.ScalePoolRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.ScalePoolResponse.SerializeToString,
+            ),
+            'CordonWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonWorker,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.CordonWorkerRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.CordonWorkerResponse.SerializeToString,
+            ),
+            'UncordonWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UncordonWorker,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.UncordonWorkerRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.UncordonWorkerResponse.SerializeToString,
+            ),
+            'DescribeWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeWorker,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.DescribeWorkerRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.DescribeWorkerResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.ListEventsRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.WatchEventsRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.WatchEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +429,195 @@ class ControlService:
             '/twinpool.v1.ControlService/ListOperations',
             twinpool_dot_v1_dot_control__pb2.ListOperationsRequest.SerializeToString,
             twinpool_dot_v1_dot_control__pb2.ListOperationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/ListPools',
+            twinpool_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScalePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/ScalePool',
+            twinpool_dot_v1_dot_control__pb2.ScalePoolRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.ScalePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CordonWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/CordonWorker',
+            twinpool_dot_v1_dot_control__pb2.CordonWorkerRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.CordonWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UncordonWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/UncordonWorker',
+            twinpool_dot_v1_dot_control__pb2.UncordonWorkerRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.UncordonWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/DescribeWorker',
+            twinpool_dot_v1_dot_control__pb2.DescribeWorkerRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.DescribeWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/ListEvents',
+            twinpool_dot_v1_dot_control__pb2.ListEventsRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinpool.v1.ControlService/WatchEvents',
+            twinpool_dot_v1_dot_control__pb2.WatchEventsRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,20 @@ class ControlServiceStub:
     """How far an operation is."""
     ListOperations: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]
     """The operations that are known, the newest first."""
+    ListPools: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListPoolsRequest, _control_pb2.ListPoolsResponse]
+    """What the pools shall be and what they are."""
+    ScalePool: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]
+    """Begins to change the size of a pool. Returns once that is recorded; see GetOperation."""
+    CordonWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.CordonWorkerRequest, _control_pb2.CordonWorkerResponse]
+    """Keeps new work away from a worker. What runs there goes on, and it stays."""
+    UncordonWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.UncordonWorkerRequest, _control_pb2.UncordonWorkerResponse]
+    """Gives new work to a worker again."""
+    DescribeWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeWorkerRequest, _control_pb2.DescribeWorkerResponse]
+    """All that is known of a worker."""
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListEventsRequest, _control_pb2.ListEventsResponse]
+    """What has happened, the oldest first."""
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchEventsRequest, _control_pb2.WatchEventsResponse]
+    """What has happened, as ListEvents, then what happens."""
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -63,6 +77,20 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """How far an operation is."""
     ListOperations: _aio.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]  # type: ignore[assignment]
     """The operations that are known, the newest first."""
+    ListPools: _aio.UnaryUnaryMultiCallable[_control_pb2.ListPoolsRequest, _control_pb2.ListPoolsResponse]  # type: ignore[assignment]
+    """What the pools shall be and what they are."""
+    ScalePool: _aio.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]  # type: ignore[assignment]
+    """Begins to change the size of a pool. Returns once that is recorded; see GetOperation."""
+    CordonWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.CordonWorkerRequest, _control_pb2.CordonWorkerResponse]  # type: ignore[assignment]
+    """Keeps new work away from a worker. What runs there goes on, and it stays."""
+    UncordonWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.UncordonWorkerRequest, _control_pb2.UncordonWorkerResponse]  # type: ignore[assignment]
+    """Gives new work to a worker again."""
+    DescribeWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeWorkerRequest, _control_pb2.DescribeWorkerResponse]  # type: ignore[assignment]
+    """All that is known of a worker."""
+    ListEvents: _aio.UnaryUnaryMultiCallable[_control_pb2.ListEventsRequest, _control_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """What has happened, the oldest first."""
+    WatchEvents: _aio.UnaryStreamMultiCallable[_control_pb2.WatchEventsRequest, _control_pb2.WatchEventsResponse]  # type: ignore[assignment]
+    """What has happened, as ListEvents, then what happens."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call. The control process serves it."""
@@ -114,5 +142,61 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListOperationsResponse, _abc.Awaitable[_control_pb2.ListOperationsResponse]]:
         """The operations that are known, the newest first."""
+
+    @_abc_1.abstractmethod
+    def ListPools(
+        self,
+        request: _control_pb2.ListPoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListPoolsResponse, _abc.Awaitable[_control_pb2.ListPoolsResponse]]:
+        """What the pools shall be and what they are."""
+
+    @_abc_1.abstractmethod
+    def ScalePool(
+        self,
+        request: _control_pb2.ScalePoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ScalePoolResponse, _abc.Awaitable[_control_pb2.ScalePoolResponse]]:
+        """Begins to change the size of a pool. Returns once that is recorded; see GetOperation."""
+
+    @_abc_1.abstractmethod
+    def CordonWorker(
+        self,
+        request: _control_pb2.CordonWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CordonWorkerResponse, _abc.Awaitable[_control_pb2.CordonWorkerResponse]]:
+        """Keeps new work away from a worker. What runs there goes on, and it stays."""
+
+    @_abc_1.abstractmethod
+    def UncordonWorker(
+        self,
+        request: _control_pb2.UncordonWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.UncordonWorkerResponse, _abc.Awaitable[_control_pb2.UncordonWorkerResponse]]:
+        """Gives new work to a worker again."""
+
+    @_abc_1.abstractmethod
+    def DescribeWorker(
+        self,
+        request: _control_pb2.DescribeWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DescribeWorkerResponse, _abc.Awaitable[_control_pb2.DescribeWorkerResponse]]:
+        """All that is known of a worker."""
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _control_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListEventsResponse, _abc.Awaitable[_control_pb2.ListEventsResponse]]:
+        """What has happened, the oldest first."""
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _control_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchEventsResponse], _abc.AsyncIterator[_control_pb2.WatchEventsResponse]]:
+        """What has happened, as ListEvents, then what happens."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1392,6 +1392,51 @@ class ChangeRoleResponse(_message.Message):
 Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
+class CordonRequest(_message.Message):
+    """Says whether new work is to be placed elsewhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    cordoned: _builtins.bool
+    """Whether it is."""
+    @_builtins.property
+    def worker(self) -> Global___WorkerId:
+        """The worker that is meant; another incarnation refuses."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___WorkerId | None = ...,
+        cordoned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordoned", b"cordoned", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonRequest: _TypeAlias = CordonRequest  # noqa: Y015
+
+@_typing.final
+class CordonResponse(_message.Message):
+    """The worker has heard it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonResponse: _TypeAlias = CordonResponse  # noqa: Y015
+
+@_typing.final
 class PrefixChain(_message.Message):
     """The beginning of prompts, as hashes."""
 

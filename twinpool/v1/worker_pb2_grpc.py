@@ -55,6 +55,11 @@ class WorkerServiceStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/twinpool.v1.WorkerService/Cordon',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.CordonRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.CordonResponse.FromString,
+                _registered_method=True)
         self.TakePrefixes = channel.unary_unary(
                 '/twinpool.v1.WorkerService/TakePrefixes',
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.TakePrefixesRequest.SerializeToString,
@@ -105,6 +110,13 @@ class WorkerServiceServicer:
 
     def ChangeRole(self, request, context):
         """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +173,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ChangeRole,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.ChangeRoleResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.CordonRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.CordonResponse.SerializeToString,
             ),
             'TakePrefixes': grpc.unary_unary_rpc_method_handler(
                     servicer.TakePrefixes,
@@ -292,6 +309,33 @@ class WorkerService:
             '/twinpool.v1.WorkerService/ChangeRole',
             twinpool_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.WorkerService/Cordon',
+            twinpool_dot_v1_dot_worker__pb2.CordonRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.CordonResponse.FromString,
             options,
             channel_credentials,
             insecure,

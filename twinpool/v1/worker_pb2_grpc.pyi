@@ -43,6 +43,8 @@ class WorkerServiceStub:
     """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChangeRoleRequest, _worker_pb2.ChangeRoleResponse]
     """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing."""
+    Cordon: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CordonRequest, _worker_pb2.CordonResponse]
+    """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow."""
     TakePrefixes: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]
     """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]
@@ -69,6 +71,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Begins to leave, as after SIGTERM: no new work, answers move or finish, cached prefixes are offered to others."""
     ChangeRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChangeRoleRequest, _worker_pb2.ChangeRoleResponse]  # type: ignore[assignment]
     """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing."""
+    Cordon: _aio.UnaryUnaryMultiCallable[_worker_pb2.CordonRequest, _worker_pb2.CordonResponse]  # type: ignore[assignment]
+    """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow."""
     TakePrefixes: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakePrefixesRequest, _worker_pb2.TakePrefixesResponse]  # type: ignore[assignment]
     """Pulls prefixes that another worker holds into the own cache."""
     TakeOver: _aio.UnaryUnaryMultiCallable[_worker_pb2.TakeOverRequest, _worker_pb2.TakeOverResponse]  # type: ignore[assignment]
@@ -116,6 +120,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ChangeRoleResponse, _abc.Awaitable[_worker_pb2.ChangeRoleResponse]]:
         """Begins to change the worker's role, or says how far such a change is. Asked again for the same, changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _worker_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CordonResponse, _abc.Awaitable[_worker_pb2.CordonResponse]]:
+        """Says whether new work is to be placed elsewhere. The worker puts it into its record, which routers follow."""
 
     @_abc_1.abstractmethod
     def TakePrefixes(

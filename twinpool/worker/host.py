@@ -188,7 +188,7 @@ class WorkerHost:
         await self._recall_role(self._store)
         tracing.setup(config.tracing, self._role_name, self.key.name)
         stack = await self._load(facts, self._store)
-        self._serving = Serving(config, self._role_name, self.key, stack, self._events.publish)
+        self._serving = Serving(config, self._role_name, self.key, stack, self._events.publish, self._cordon)
         self._serving.failed.add_done_callback(lambda failed: self._fail(Failure(failed.result())))
         await self._serving.start(self._server)
         await self._server.start()
@@ -337,6 +337,11 @@ class WorkerHost:
             ttl_seconds=config.cluster.lease_ttl_seconds,
             on_superseded=on_superseded,
         )
+
+    def _cordon(self, cordoned: bool) -> None:
+        log.info("worker_cordoned", worker=str(self.key), cordoned=cordoned)
+        if self._registration is not None:
+            self._registration.update_cordoned(cordoned)
 
     def _fail(self, failure: Failure) -> None:
         log.error("worker_failed", worker=str(self.key), detail=failure.detail)

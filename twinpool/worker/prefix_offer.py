@@ -19,11 +19,11 @@ from twinpool import metrics
 from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
-from twinpool.membership import RecordError, parse
+from twinpool.membership import RecordError, parse, takes_work
 from twinpool.store import Keys, Store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1 import worker_pb2_grpc
-from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
+from twinpool.v1.control_pb2 import WorkerRecord
 from twinpool.worker.chains import CHAINS_MAX, chain_message
 from twinpool.worker.heat import Chain
 
@@ -41,7 +41,7 @@ def takers(records: list[WorkerRecord], own: WorkerRecord) -> list[WorkerRecord]
     fit = [
         record
         for record in records
-        if record.state == WORKER_STATE_READY
+        if takes_work(record)
         and record.fingerprint == own.fingerprint
         and record.worker.name != own.worker.name
     ]

@@ -51,11 +51,13 @@ class Serving:
         worker: WorkerKey,
         stack: EngineStack,
         on_cache_events: Callable[[list[RawEvent]], None] | None = None,
+        on_cordon: Callable[[bool], object] = lambda _cordoned: None,
     ) -> None:
-        """``on_cache_events``: see ``Surroundings``."""
+        """``on_cache_events``: see ``Surroundings``; ``on_cordon``: see ``WorkerService``."""
         self._config = config
         self._role_name = role_name
         self._worker = worker
+        self._on_cordon = on_cordon
         self._aio = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = self._aio.create_future()
         self._observer = WorkerObserver()
@@ -202,6 +204,7 @@ class Serving:
             pins=parts.pins,
             on_drain=self._drain_asked,
             on_change_role=self._change_asked,
+            on_cordon=self._on_cordon,
             grammars=self._stack.grammars,
         )
         self._readers = HandoffService(own=own, loop=self._loop, role_domain=config.tls.role_domain)

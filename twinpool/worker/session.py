@@ -77,11 +77,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         pins: PrefixPins,
         on_drain: Callable[[float | None], object],
         on_change_role: ChangeRole,
+        on_cordon: Callable[[bool], object],
         grammars: Grammars | None = None,
     ) -> None:
         """``heat`` is told of each prompt, on the step thread; ``on_drain`` that the worker is to leave, and how long its
-        requests may take; ``on_change_role`` which role it is to have, in which epoch that was asked, and how long it may take.
-        ``grammars`` compiles what answers must follow; None: this worker cannot draw by grammars."""
+        requests may take; ``on_change_role`` which role it is to have, in which epoch that was asked, and how long it may take;
+        ``on_cordon`` whether new work is to go elsewhere. ``grammars`` compiles what answers must follow; None: this worker
+        cannot draw by grammars."""
         self._worker = worker
         self._limits = limits
         self._loop = loop
@@ -91,6 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._pins = pins
         self._on_drain = on_drain
         self._on_change_role = on_change_role
+        self._on_cordon = on_cordon
         self._grammars = grammars
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
@@ -182,6 +185,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         # As of now, whatever the step thread does: one that stands still must not keep this answer back.
         answer.attempts = self._loop.role.attempts
         return answer
+
+    async def Cordon(self, request: pb.CordonRequest, context: Context) -> pb.CordonResponse:
+        """See the protocol. Routers follow the record; what is on its way here still runs."""
+        self._check_meant(request.worker)
+        self._on_cordon(request.cordoned)
+        return pb.CordonResponse()
 
     async def TakePrefixes(
         self, request: pb.TakePrefixesRequest, context: Context

@@ -137,6 +137,7 @@ class World:
         service = WorkerService(
             worker=KEY, limits=limits, loop=steps, inspector=nothing, heat=nothing,
             taker=PrefixTaker(steps, nothing, limits), on_drain=self.nothing.drained.append,
+            on_cordon=lambda _cordoned: None,
             pins=pins_over(self.blocks, generations, limits),
             on_change_role=lambda *_asked: worker_pb2.ChangeRoleResponse(),
         )  # fmt: skip

@@ -15,13 +15,14 @@ import grpc
 import grpc.aio
 import pytest
 import structlog
+from google.protobuf import message_factory
 from google.protobuf.duration_pb2 import Duration
 
 from tests.unit.base.test_base_roles import DOMAIN, Pki
 from twinpool import logs, metrics, rpc
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import ConfigError, TwinpoolError, from_rpc_error
-from twinpool.rpc.audit import CHARS_MAX, METHODS
+from twinpool.rpc.audit import CHARS_MAX, METHODS, _shown
 from twinpool.v1 import control_pb2, control_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
 
 CONFIG = RpcConfig()
@@ -30,6 +31,10 @@ UNAUDITED = {
     "ControlService/ListWorkers",
     "ControlService/GetOperation",
     "ControlService/ListOperations",
+    "ControlService/ListPools",
+    "ControlService/DescribeWorker",
+    "ControlService/ListEvents",
+    "ControlService/WatchEvents",
     "WorkerService/Inspect",
     # Work, and what processes of the cluster tell one another.
     "WorkerService/Session",
@@ -116,6 +121,29 @@ def test_every_method_is_audited_or_said_not_to_be() -> None:
     }
     assert set(METHODS) | UNAUDITED == methods
     assert set(METHODS) & UNAUDITED == set()
+
+
+def test_every_argument_can_be_shown() -> None:
+    """Of whatever kind it is, set or not."""
+    for file in (control_pb2, router_pb2, worker_pb2):
+        for service, found in file.DESCRIPTOR.services_by_name.items():
+            for name, method in found.methods_by_name.items():
+                audited = METHODS.get(f"{service}/{name}")
+                if audited is None:
+                    continue
+                kind = message_factory.GetMessageClass(method.input_type)
+                for field in (*audited.arguments, *([audited.target] if audited.target else [])):
+                    assert _shown(kind(), field) in ("", 0, False)
+                    asked = kind()
+                    if (part := method.input_type.fields_by_name[field]).message_type is not None:
+                        getattr(asked, field).SetInParent()
+                        assert _shown(asked, field) != ""
+                    elif part.type == part.TYPE_STRING:
+                        setattr(asked, field, "x")
+                        assert _shown(asked, field) == "x"
+                    else:
+                        setattr(asked, field, 1)
+                        assert _shown(asked, field) == 1
 
 
 async def test_a_change_has_a_line_before_and_one_after(tmp_path: Path) -> None:

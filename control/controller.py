@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control process without its surroundings: whoever has a store runs one of these, ``twinpool up`` and ``twinpool serve
+control`` alike.
+
+It serves operators from the start, and acts once it leads: it reads what was recorded, joins Ray, goes on with operations and
+reconciles. It ceases when it does not lead any more, and begins anew when it does.
+"""
+
+import asyncio
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from twinpool.config import TwinpoolConfig
+from twinpool.control.cordons import Cordons
+from twinpool.control.desk import PoolDesk
+from twinpool.control.events import EventLog
+from twinpool.control.flip_counts import FlipCounts
+from twinpool.control.flips import ROLES
+from twinpool.control.leader import Leadership
+from twinpool.control.operations import Operations
+from twinpool.control.pools import RayPools
+from twinpool.control.reconcile.loop import Reconciler
+from twinpool.control.reconcile.spec import PoolSpecs, desired
+from twinpool.control.scale import Scaling
+from twinpool.control.service import ControlServer
+from twinpool.control.view import ClusterView
+from twinpool.errors import TwinpoolError
+from twinpool.logs import get_logger
+from twinpool.rpc import channel
+from twinpool.store import Keys, Store
+from twinpool.v1 import control_pb2 as pb
+
+RETRY_SECONDS: Final = 1.0
+"""Time between two tries to begin to lead while etcd is away."""
+
+_REASONS: Final = {
+    "begun": "OperationBegun",
+    "resumed": "OperationResumed",
+    "succeeded": "OperationSucceeded",
+    "failed": "OperationFailed",
+}
+
+log = get_logger(__name__)
+
+
+class Controller:
+    """Start once, stop once; both on the same event loop."""
+
+    def __init__(
+        self, config: TwinpoolConfig, store: Store, log_dir: Path, pools: RayPools | None = None
+    ) -> None:
+        """``log_dir``: each worker writes ``<name>.log`` there. ``pools``: who runs the workers, if not Ray of ``config``."""
+        self._config = config
+        self._store = store
+        self._keys = Keys(config.cluster.name)
+        self.view = ClusterView(store, config)
+        self.pools = pools or RayPools(config, log_dir)
+        self.events = EventLog(store, config.cluster.name)
+        connect = partial(channel, config=config.rpc, tls=config.tls, role="worker")
+        self.operations = Operations(store, config, self.view, self.pools, connect)
+        self.operations.listen(self._on_operation)
+        self.specs = PoolSpecs(store, config)
+        self.cordons = Cordons(store, config.cluster.name, self.events, connect)
+        self.reconciler = Reconciler(
+            config,
+            self.view,
+            self.pools,
+            self.operations,
+            self.specs,
+            self.cordons,
+            self.events,
+            connect,
+            lambda: self._leadership is not None and self._leadership.leads(),
+        )
+        self.scaling = Scaling(
+            config, self.operations, self.specs, self.reconciler, self.events, self.pools.managed
+        )
+        if self.pools.managed:
+            FlipCounts(self.operations, self.specs, config.worker.pool)
+        self._connect = connect
+        self._leadership: Leadership | None = None
+        self._server: ControlServer | None = None
+        self._campaign: asyncio.Task[None] | None = None
+        self._acting: asyncio.Task[None] | None = None
+        self._led = asyncio.Event()
+        self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """Done with why this process cannot act, for instance since Ray cannot be joined."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where the ControlService listens: host:port."""
+        return self._server.endpoint if self._server else ""
+
+    async def start(self) -> None:
+        """Serves operators, and stands for the leadership. Raises PORT_UNAVAILABLE."""
+        await self.view.start()
+        await self.events.start()
+        desk = PoolDesk(self, self._connect)
+        self._server = ControlServer(self._config, self.view, self.operations, desk)
+        await self._server.start()
+        ttl = self._config.cluster.lease_ttl_seconds
+        self._leadership = Leadership(
+            self._store, self._config.cluster.name, self._server.endpoint, ttl_seconds=ttl
+        )
+        self._leadership.start()
+        self._campaign = asyncio.create_task(self._run(self._leadership), name="controller")
+
+    async def wait_leading(self) -> None:
+        """Returns once this process acts. Raises why it cannot."""
+        led: asyncio.Future[Any] = asyncio.ensure_future(self._led.wait())
+        try:
+            await asyncio.wait([led, self.failed], return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                raise self.failed.result()
+        finally:
+            led.cancel()
+
+    def check_start(self) -> None:
+        """Raises why a worker that shall run could not start, without waiting whether another try does better."""
+        for replica in self.reconciler.status(self._config.worker.pool).replicas:
+            if replica.crashes and replica.phase != pb.REPLICA_PHASE_READY:
+                raise self.reconciler.failure(replica.worker)
+
+    def wanted(self) -> dict[str, int]:
+        """Wanted workers a role."""
+        return desired(self.specs.get(self._config.worker.pool))
+
+    async def cease(self) -> None:
+        """Serves nobody any more and begins nothing, but leaves what there is. Idempotent."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._campaign is not None:
+            self._campaign.cancel()
+            await asyncio.gather(self._campaign, return_exceptions=True)
+        await self._cease()
+
+    async def stop(self) -> None:
+        """Ends all of it. Workers end with it, unless they are to stay or another process leads."""
+        await self.cease()
+        if self._leadership is not None and self._leadership.other():
+            await self.pools.disown()
+        await self.pools.stop()
+        await self.events.stop()
+        if self._leadership is not None:
+            # Last: whoever takes over is to find workers either as they were or gone.
+            await self._leadership.stop()
+        await self.view.stop()
+
+    def check_leads(self) -> None:
+        """Raises NOT_LEADER unless this process acts now."""
+        if self._leadership is None:
+            raise TwinpoolError("NOT_LEADER", "this control process starts")
+        self._leadership.check()
+        if not self._led.is_set():
+            raise TwinpoolError("NOT_LEADER", "this control process has just begun to lead")
+
+    def check_reads(self) -> None:
+        """As ``check_leads``, but content with what was true when this process led last while nobody else is known to."""
+        if self._leadership is not None and self._led_once and not self._leadership.other():
+            return
+        self.check_leads()
+
+    _led_once = False
+
+    async def _run(self, leadership: Leadership) -> None:
+        while True:
+            if not leadership.leads():
+                await leadership.changed()
+                continue
+            try:
+                await self._begin()
+            except TwinpoolError as error:
+                if error.reason != "STORE_UNAVAILABLE":
+                    self._fail(error)
+                    return
+                log.warning("waiting_for_store", reason=error.reason)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            except Exception as error:
+                self._fail(error)
+                return
+            while leadership.leads():
+                await leadership.changed()
+            await self._cease()
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("control_failed", type=type(error).__name__, detail=str(error))
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def _begin(self) -> None:
+        """What is recorded is read first: without the operations, a worker that was drained for good would be started."""
+        pool = self._config.worker.pool
+        await self.operations.load()
+        changed = await self.specs.load()
+        await self.cordons.load()
+        await self.pools.start()
+        await self.pools.adopt()
+        await self._read_roles(pool)
+        self.events.record("ControllerLeads", f"{self.endpoint} acts now", pool=pool)
+        if changed:
+            wanted = self.wanted()
+            text = (
+                f"the configuration wants {wanted['prefill']} prefill and {wanted['decode']} decode workers"
+            )
+            self.events.record("PoolConfigured", text, pool=pool)
+        self.operations.resume()
+        self._acting = asyncio.create_task(self.reconciler.run(), name="reconciler")
+        self._led_once = True
+        self._led.set()
+        log.info("control_leads", endpoint=self.endpoint)
+
+    async def _read_roles(self, pool: str) -> None:
+        """A worker that has changed its role begins in that one, also where it is down just now."""
+        prefix = self._keys.roles(pool)
+        snapshot = await asyncio.to_thread(self._store.list_prefix, prefix)
+        for key, item in snapshot.items.items():
+            with contextlib.suppress(Exception):
+                record = pb.RoleRecord.FromString(item.value)
+                self.pools.note_role(key.removeprefix(prefix), ROLES[record.role])
+
+    async def _cease(self) -> None:
+        self._led.clear()
+        if self._acting is not None:
+            self._acting.cancel()
+            await asyncio.gather(self._acting, return_exceptions=True)
+            self._acting = None
+        await self.operations.stop()
+
+    def _on_operation(self, operation: pb.Operation, what: str) -> None:
+        kind = pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
+        about = operation.worker.name if operation.HasField("worker") else operation.pool
+        text = f"{kind} of {about}"
+        if operation.kind == pb.OPERATION_KIND_SCALE:
+            text += f" to {operation.prefill} prefill and {operation.decode} decode workers"
+        if operation.kind == pb.OPERATION_KIND_FLIP:
+            text += f" to {ROLES.get(operation.target_role, '')}"
+        if what == "failed":
+            text += f": {operation.error}"
+        with contextlib.suppress(KeyError):
+            self.events.record(
+                _REASONS[what],
+                text,
+                pool=operation.pool,
+                subject=about,
+                operation=operation.id,
+                warning=what == "failed",
+            )
