@@ -93,8 +93,7 @@ def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             fleet.start(role, name)
         asyncio.run(fleet.ready())
         asyncio.run(fleet.start_router(ROUTER))
-        control.start()
-        asyncio.run(control.serving())
+        asyncio.run(control.back())
         yield Pools(fleet, control, proxy)
     finally:
         control.kill()
@@ -256,7 +255,7 @@ async def test_the_next_control_process_goes_on(pools: Pools, killed_at: str) ->
         await until_told(partial(waits_in, pools, "commit"), WAIT_SECONDS)
         pools.control.kill()
         pools.proxy.heal()
-    pools.control.start()
+    await pools.control.back()
     await until(
         lambda: recorded(pools.fleet, operation["id"]).state != pb.OPERATION_STATE_RUNNING, WAIT_SECONDS
     )
@@ -264,7 +263,6 @@ async def test_the_next_control_process_goes_on(pools: Pools, killed_at: str) ->
     assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
     assert [step.name for step in found.steps] == ["ask", "drain", "commit"]
     assert pools.note(name).role == worker_pb2.ROLE_PREFILL
-    await pools.control.serving()
 
 
 async def waits_in(pools: Pools, step: str) -> bool:
