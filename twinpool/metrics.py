@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric of every process: names, help, labels and buckets. Nothing else defines one.
+"""Every metric of every process: names, help, labels and buckets. Nothing but this and ``metric_roles`` defines one.
 
 Names are ``twinpool_<component>_<what>_<unit>``, with vLLM's suffixes where vLLM has the same metric. Label sets are
 bounded: pool, role, worker, reason, code; never a request id. One process has one router or one worker, so labels
@@ -25,6 +25,7 @@ from twinpool.metric_buckets import (
     TTFT_BUCKETS,
 )
 from twinpool.metric_endpoint import start_http as start_http
+from twinpool.metric_roles import *  # noqa: F403 - metrics like those below
 
 # --- every process ------------------------------------------------------------------------
 
@@ -234,9 +235,6 @@ ROUTER_KV_EVENT_DELAY = Histogram(
     buckets=SHORT_BUCKETS,
 )
 ROUTER_WORKERS = Gauge("twinpool_router_workers", "Workers known, by role and state.", ["role", "state"])
-ROUTER_ROLE_CHANGES = Counter(
-    "twinpool_router_role_changes", "Workers that were seen to change their role, by the new one.", ["role"]
-)
 ROUTER_SESSIONS = Gauge("twinpool_router_sessions", "Open sessions with workers.")
 ROUTER_SESSION_FAILURES = Counter(
     "twinpool_router_session_failures", "Sessions that broke or could not be opened, by role.", ["role"]
@@ -325,17 +323,6 @@ WORKER_UNREADY = Gauge(
     "twinpool_worker_unready",
     "1 while the worker is not ready for this cause: event_loop, step_loop, transfer_thread, transfer, lease.",
     ["cause"],
-)
-WORKER_ROLE = Gauge("twinpool_worker_role", "1 for the role that the worker has: prefill, decode.", ["role"])
-WORKER_FLIPS = Counter(
-    "twinpool_worker_flips",
-    "Changes of role that have ended, by outcome: committed, rolled_back.",
-    ["outcome"],
-)
-WORKER_FLIP_TIME = Histogram(
-    "twinpool_worker_flip_time_seconds",
-    "From the beginning of a change of role to its end, the wait for what ran included.",
-    buckets=TTFT_BUCKETS,
 )
 WORKER_MODEL_LOAD_TIME = Gauge("twinpool_worker_model_load_seconds", "Time that loading the model took.")
 

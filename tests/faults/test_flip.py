@@ -61,15 +61,17 @@ class Pools:
         worker.role = "prefill" if record.role == worker_pb2.ROLE_PREFILL else "decode"
         return record
 
-    async def flip(self, name: str, *more: str) -> tuple[dict[str, Any], pb.WorkerRecord]:
-        """To the other role by the command line, to the end; the operation, and the worker's record. The router sees it."""
+    async def flip(self, name: str, *more: str, sees: bool = True) -> tuple[dict[str, Any], pb.WorkerRecord]:
+        """To the other role by the command line, to the end; the operation, and the worker's record. The router sees it, if it
+        can serve then."""
         to = OTHER[self.fleet.workers[name].role]
         code, operation, error = await self.control.run("flip", name, "--to", to, "--wait", "--yes", *more)
         assert code == 0, error
         assert (operation["state"], operation["kind"], operation["to"]) == ("succeeded", "flip", to)
         record = self.note(name)
         assert self.fleet.workers[name].role == to
-        await self.fleet.router_sees()
+        if sees:
+            await self.fleet.router_sees()
         return operation, record
 
     async def home(self) -> None:
@@ -93,8 +95,7 @@ def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             fleet.start(role, name)
         asyncio.run(fleet.ready())
         asyncio.run(fleet.start_router(ROUTER))
-        control.start()
-        asyncio.run(control.serving())
+        asyncio.run(control.back())
         yield Pools(fleet, control, proxy)
     finally:
         control.kill()
@@ -256,7 +257,7 @@ async def test_the_next_control_process_goes_on(pools: Pools, killed_at: str) ->
         await until_told(partial(waits_in, pools, "commit"), WAIT_SECONDS)
         pools.control.kill()
         pools.proxy.heal()
-    pools.control.start()
+    await pools.control.back()
     await until(
         lambda: recorded(pools.fleet, operation["id"]).state != pb.OPERATION_STATE_RUNNING, WAIT_SECONDS
     )
@@ -264,7 +265,6 @@ async def test_the_next_control_process_goes_on(pools: Pools, killed_at: str) ->
     assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
     assert [step.name for step in found.steps] == ["ask", "drain", "commit"]
     assert pools.note(name).role == worker_pb2.ROLE_PREFILL
-    await pools.control.serving()
 
 
 async def waits_in(pools: Pools, step: str) -> bool:
@@ -352,7 +352,7 @@ async def test_what_makes_no_sense_is_refused(pools: Pools) -> None:
     await pools.flip("decode-0")
     code, _, error = await run("flip", "decode-1", "--to", "prefill", "--yes")
     assert (code, "LAST_OF_ROLE" in error) == (1, True)
-    await pools.flip("decode-1", "--force")
+    await pools.flip("decode-1", "--force", sees=False)
     # Requests wait for a decode worker, and nothing else.
     async with pools.fleet.client() as client:
         asked = asyncio.create_task(ask(client, pools.fleet.oracle, prompt(BLOCK, 851), 4))

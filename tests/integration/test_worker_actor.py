@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from twinpool.config import ClusterConfig, load_config, to_yaml
 from twinpool.errors import CheckpointError
 from twinpool.store import Keys, Store, StoreServer, connect_store, start_store
+from twinpool.v1 import worker_pb2, worker_pb2_grpc
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WorkerRecord
 from twinpool.worker.actor import WorkerActor
 
@@ -72,6 +74,20 @@ def _wait_record(client: Store, unlike: int) -> WorkerRecord:
     raise AssertionError("no such worker has registered")
 
 
+def _flip(client: Store, record: WorkerRecord) -> WorkerRecord:
+    """It becomes a decode worker; its record then."""
+    request = worker_pb2.ChangeRoleRequest(
+        worker=record.worker, role=worker_pb2.ROLE_DECODE, epoch=record.epoch
+    )
+    with grpc.insecure_channel(record.endpoint) as channel:
+        worker_pb2_grpc.WorkerServiceStub(channel).ChangeRole(request, timeout=60)
+    deadline = time.monotonic() + 60
+    while (found := _wait_record(client, unlike=0)).role != worker_pb2.ROLE_DECODE:
+        assert time.monotonic() < deadline, "it does not change its role"
+        time.sleep(0.05)
+    return found
+
+
 def test_an_actor_s_life(
     ray: Any, store: tuple[StoreServer, Store], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -85,11 +101,15 @@ def test_an_actor_s_life(
     record = _wait_record(client, unlike=0)
     assert (record.worker.incarnation, record.pid) == (started["incarnation"], started["pid"])
     assert record.endpoint == started["endpoint"]
+    flipped = _flip(client, record)
+    assert (flipped.worker, flipped.pid) == (record.worker, record.pid)
 
     os.kill(started["pid"], signal.SIGKILL)
     # Nobody calls the actor that Ray makes anew; it serves all the same.
     again = _wait_record(client, unlike=started["incarnation"])
     assert again.pid != started["pid"]
+    # Ray knows the role that it was made with; the worker knows better.
+    assert (again.role, again.epoch) == (worker_pb2.ROLE_DECODE, 1)
     assert ray.get(actor.health.remote(), timeout=60)["incarnation"] == again.worker.incarnation
 
     assert ray.get(actor.stop.remote(), timeout=60) is True

@@ -57,6 +57,14 @@ class Control:
                 assert self.process is not None
                 assert self.process.poll() is None, self._log.read_text()[-4000:] + error
 
+    async def back(self) -> None:
+        """Starts it, and again if it ends (Ray may not start in its time on a busy machine), as its supervisor does; waits until
+        it answers."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while (await self.run("get", "operations"))[0] != 0:
+                if self.process is None or self.process.poll() is not None:
+                    self.start()
+
     def kill(self) -> None:
         """SIGKILL to it and to all that it has started."""
         if self.process is not None and self.process.poll() is None:

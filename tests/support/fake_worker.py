@@ -72,8 +72,7 @@ class FakeWorker(PinningWorker):
         **record: object,
     ) -> None:
         self.key = WorkerKey(name, new_incarnation())
-        self.role = role
-        self.epoch = 1
+        self.role, self.epoch = role, 1
         self.script = script or Script()
         self.fabric = fabric
         self.prefills: list[pb.PrefillCommand] = []
@@ -121,11 +120,6 @@ class FakeWorker(PinningWorker):
         await self.kill()
         self.key = WorkerKey(self.key.name, new_incarnation())
         await self.start()
-
-    def flip(self) -> None:
-        """It has the other role from now on, and commands of the former epoch are refused."""
-        self.role = pb.ROLE_DECODE if self.role == pb.ROLE_PREFILL else pb.ROLE_PREFILL
-        self.epoch += 1
 
     @property
     def endpoint(self) -> str:
@@ -225,8 +219,8 @@ class FakeWorker(PinningWorker):
 
     def _start(self, session: _Session, command, run) -> None:  # type: ignore[no-untyped-def]
         key = (command.id.request_id, command.id.attempt)
-        stale = pb.FAILURE_REASON_STALE_EPOCH if command.epoch != self.epoch else None
-        if (reason := self.script.refuse or stale) is not None:
+        stale = pb.FAILURE_REASON_STALE_EPOCH if command.epoch not in (0, self.epoch) else None
+        if reason := self.script.refuse or stale:
             session.send(failed=pb.AttemptFailed(id=command.id, reason=reason, detail=self.script.detail))
             return
         if any(held[0] == key[0] for held in self.held):

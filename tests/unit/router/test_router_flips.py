@@ -22,10 +22,16 @@ def row(cluster: FakeCluster, name: str) -> dict[str, object]:
     return found
 
 
+def change(made: FakeWorker) -> None:
+    """It has the other role from now on, and refuses commands of the former epoch."""
+    made.role = pb.ROLE_DECODE if made.role == pb.ROLE_PREFILL else pb.ROLE_PREFILL
+    made.epoch += 1
+
+
 def flip(cluster: FakeCluster, made: FakeWorker) -> None:
     """It flips, and the router hears of each step."""
     cluster.router.fleet.upsert(made.record(FLIPPING))
-    made.flip()
+    change(made)
     cluster.router.fleet.upsert(made.record())
 
 
@@ -68,7 +74,7 @@ async def test_what_is_cached_there_is_known_as_before(model_path: Path) -> None
 async def test_a_command_that_was_meant_for_the_former_role_is_placed_anew(model_path: Path) -> None:
     """The router has not heard of the change: nothing fails, and no breaker learns from it."""
     async with fake_cluster(model_path, prefill=1, decode=2, settings={"breaker_failures": 1}) as cluster:
-        cluster.workers["d1"].flip()
+        change(cluster.workers["d1"])
         answers = await asyncio.gather(*(cluster.ask(generate(prompt(40, seed))) for seed in range(8)))
         assert all(answer.finished.decode_worker == "d0" for answer in answers)
         assert max(answer.finished.attempts for answer in answers) == 2, "it was never tried"
@@ -83,7 +89,7 @@ async def test_one_that_is_welcomed_before_its_record_is_known_serves_once_it_is
         made = cluster.workers["d1"]
         session = cluster.router.fleet.session(made.key)
         assert session is not None
-        made.flip()
+        change(made)
         await made.kill()
         await until(lambda: not session.up)
         await made.start()

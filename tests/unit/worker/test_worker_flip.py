@@ -3,6 +3,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -230,10 +231,14 @@ async def test_no_new_work_comes_while_what_runs_ends(model: Path, server: Store
             assert not made.host.ready
             await until_told(lambda: negated(made.serves()))
             assert await told(session, "new", 1) == pb.FAILURE_REASON_NOT_SERVING
-            assert (await made.ask(DECODE, 1)).detail == "what runs has not ended"
+            await until_told(partial(waits_for, made, "what runs has not ended"))
         # Its router is gone, and with it all that it had asked for.
         assert (await made.ends(DECODE, 1)).phase == COMMITTED
         await until_told(made.serves)
+
+
+async def waits_for(made: Flipped, detail: str) -> bool:
+    return (await made.ask(DECODE, 1)).detail == detail
 
 
 async def negated(told: Awaitable[bool]) -> bool:
