@@ -34,6 +34,12 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     """The worker leaves and is not replaced."""
     OPERATION_KIND_RESTART: _OperationKind.ValueType  # 2
     """The worker leaves, and another one starts under its name."""
+    OPERATION_KIND_FLIP: _OperationKind.ValueType  # 3
+    """The worker changes its role."""
+    OPERATION_KIND_SCALE: _OperationKind.ValueType  # 4
+    """A pool gets other numbers of workers."""
+    OPERATION_KIND_REBALANCE: _OperationKind.ValueType  # 5
+    """Workers of a pool change their roles, one after the other; each is an operation of its own."""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
     """What an operation does."""
@@ -44,6 +50,12 @@ OPERATION_KIND_DRAIN: OperationKind.ValueType  # 1
 """The worker leaves and is not replaced."""
 OPERATION_KIND_RESTART: OperationKind.ValueType  # 2
 """The worker leaves, and another one starts under its name."""
+OPERATION_KIND_FLIP: OperationKind.ValueType  # 3
+"""The worker changes its role."""
+OPERATION_KIND_SCALE: OperationKind.ValueType  # 4
+"""A pool gets other numbers of workers."""
+OPERATION_KIND_REBALANCE: OperationKind.ValueType  # 5
+"""Workers of a pool change their roles, one after the other; each is an operation of its own."""
 Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
 
 class _OperationState:
@@ -120,7 +132,7 @@ class OperationStep(_message.Message):
     BEGAN_AT_FIELD_NUMBER: _builtins.int
     DONE_AT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ask", "leave", "end", "start" or "ready"."""
+    """"ask", "leave", "end", "start" or "ready"; of a rebalance: "flip WORKER" or "scale"."""
     @_builtins.property
     def began_at(self) -> _timestamp_pb2.Timestamp:
         """When it began."""
@@ -161,6 +173,9 @@ class Operation(_message.Message):
     CREATED_AT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
+    TARGET_ROLE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its name."""
     kind: Global___OperationKind.ValueType
@@ -173,6 +188,12 @@ class Operation(_message.Message):
     """Where it stands."""
     error: _builtins.str
     """Reason and text of what it failed with."""
+    target_role: _worker_pb2.Role.ValueType
+    """A flip: the role that the worker gets."""
+    parent: _builtins.str
+    """The operation that began this one; empty: nobody's part."""
+    reason: _builtins.str
+    """Why, for people."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
         """The worker that leaves."""
@@ -207,14 +228,304 @@ class Operation(_message.Message):
         created_at: _timestamp_pb2.Timestamp | None = ...,
         error: _builtins.str = ...,
         successor: _worker_pb2.WorkerId | None = ...,
+        target_role: _worker_pb2.Role.ValueType = ...,
+        parent: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "error", b"error", "id", b"id", "kind", b"kind", "pool", b"pool", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "pool", b"pool", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
+
+@_typing.final
+class RoleSpec(_message.Message):
+    """How many workers a role has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESIRED_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    desired: _builtins.int
+    """As it should be."""
+    least: _builtins.int
+    """Never fewer."""
+    most: _builtins.int
+    """Never more."""
+    def __init__(
+        self,
+        *,
+        desired: _builtins.int = ...,
+        least: _builtins.int = ...,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "least", b"least", "most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleSpec: _TypeAlias = RoleSpec  # noqa: Y015
+
+@_typing.final
+class PoolSpec(_message.Message):
+    """What a pool should be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    auto: _builtins.bool
+    """Whether the control process rebalances it by itself."""
+    generation: _builtins.int
+    """Counts the changes."""
+    @_builtins.property
+    def prefill(self) -> Global___RoleSpec:
+        """Its prefill workers."""
+
+    @_builtins.property
+    def decode(self) -> Global___RoleSpec:
+        """Its decode workers."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        prefill: Global___RoleSpec | None = ...,
+        decode: Global___RoleSpec | None = ...,
+        auto: _builtins.bool = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "decode", b"decode", "generation", b"generation", "pool", b"pool", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolSpec: _TypeAlias = PoolSpec  # noqa: Y015
+
+@_typing.final
+class RebalancePoolRequest(_message.Message):
+    """Asks to split a pool's workers anew. With neither numbers nor auto the policy chooses the split."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool; empty: the only one."""
+    prefill: _builtins.int
+    """Prefill workers that it should have."""
+    decode: _builtins.int
+    """Decode workers that it should have."""
+    auto: _builtins.bool
+    """Whether the control process shall rebalance the pool by itself from now on. Not together with numbers."""
+    dry_run: _builtins.bool
+    """Only plan."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long each worker's requests may take; unset: as the worker is configured."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+        auto: _builtins.bool | None = ...,
+        dry_run: _builtins.bool = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_auto", b"_auto", "_decode", b"_decode", "_prefill", b"_prefill", "auto", b"auto", "decode", b"decode", "prefill", b"prefill", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_auto", b"_auto", "_decode", b"_decode", "_prefill", b"_prefill", "auto", b"auto", "decode", b"decode", "dry_run", b"dry_run", "pool", b"pool", "prefill", b"prefill", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__auto: _TypeAlias = _typing.Literal["auto"]  # noqa: Y015
+    _WhichOneofArgType__auto: _TypeAlias = _typing.Literal["_auto", b"_auto"]  # noqa: Y015
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__auto) -> _WhichOneofReturnType__auto | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___RebalancePoolRequest: _TypeAlias = RebalancePoolRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceMove(_message.Message):
+    """One worker's change of role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    TARGET_ROLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    target_role: _worker_pb2.Role.ValueType
+    """The role that it gets."""
+    reason: _builtins.str
+    """Why this one."""
+    @_builtins.property
+    def worker(self) -> _worker_pb2.WorkerId:
+        """Who."""
+
+    def __init__(
+        self,
+        *,
+        worker: _worker_pb2.WorkerId | None = ...,
+        target_role: _worker_pb2.Role.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "target_role", b"target_role", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceMove: _TypeAlias = RebalanceMove  # noqa: Y015
+
+@_typing.final
+class RebalanceEffect(_message.Message):
+    """What a plan is expected to change, as far as the load is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_UTILISATION_FIELD_NUMBER: _builtins.int
+    DECODE_UTILISATION_FIELD_NUMBER: _builtins.int
+    PREFILL_UTILISATION_AFTER_FIELD_NUMBER: _builtins.int
+    DECODE_UTILISATION_AFTER_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    SERVED_AFTER_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    prefill_utilisation: _builtins.float
+    """Share of the capacity within the objectives that prefill needs, now: 1 is all of it."""
+    decode_utilisation: _builtins.float
+    """The same of decode."""
+    prefill_utilisation_after: _builtins.float
+    """Prefill, afterwards."""
+    decode_utilisation_after: _builtins.float
+    """Decode, afterwards."""
+    served: _builtins.float
+    """Share of requests that the pool has capacity for, now."""
+    served_after: _builtins.float
+    """Afterwards."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long the moves take."""
+
+    def __init__(
+        self,
+        *,
+        prefill_utilisation: _builtins.float = ...,
+        decode_utilisation: _builtins.float = ...,
+        prefill_utilisation_after: _builtins.float = ...,
+        decode_utilisation_after: _builtins.float = ...,
+        served: _builtins.float = ...,
+        served_after: _builtins.float = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_utilisation", b"decode_utilisation", "decode_utilisation_after", b"decode_utilisation_after", "duration", b"duration", "prefill_utilisation", b"prefill_utilisation", "prefill_utilisation_after", b"prefill_utilisation_after", "served", b"served", "served_after", b"served_after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceEffect: _TypeAlias = RebalanceEffect  # noqa: Y015
+
+@_typing.final
+class RebalancePlan(_message.Message):
+    """What is to be done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EFFECT_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    """Prefill workers afterwards."""
+    decode: _builtins.int
+    """Decode workers afterwards."""
+    added: _builtins.int
+    """Workers to be started or taken out, where the sum changes."""
+    reason: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___RebalanceMove]:
+        """Flips, in their order."""
+
+    @_builtins.property
+    def effect(self) -> Global___RebalanceEffect:
+        """Unset: the pool's load is not known."""
+
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+        moves: _abc.Iterable[Global___RebalanceMove] | None = ...,
+        added: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        effect: Global___RebalanceEffect | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["effect", b"effect"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "decode", b"decode", "effect", b"effect", "moves", b"moves", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePlan: _TypeAlias = RebalancePlan  # noqa: Y015
+
+@_typing.final
+class RebalancePoolResponse(_message.Message):
+    """The plan, and what has begun of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    auto: _builtins.bool
+    """Whether the control process rebalances the pool by itself."""
+    @_builtins.property
+    def plan(self) -> Global___RebalancePlan:
+        """What is to be done; no moves: nothing."""
+
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """The operation that does it; unset: a dry run, or nothing to do."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___RebalancePlan | None = ...,
+        operation: Global___Operation | None = ...,
+        auto: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "operation", b"operation", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePoolResponse: _TypeAlias = RebalancePoolResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):

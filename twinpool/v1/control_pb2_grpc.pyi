@@ -43,6 +43,10 @@ class ControlServiceStub:
     """How far an operation is."""
     ListOperations: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]
     """The operations that are known, the newest first."""
+    RebalancePool: _grpc.UnaryUnaryMultiCallable[_control_pb2.RebalancePoolRequest, _control_pb2.RebalancePoolResponse]
+    """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+    rebalanced by the control process itself, or not.
+    """
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -59,6 +63,10 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """How far an operation is."""
     ListOperations: _aio.UnaryUnaryMultiCallable[_control_pb2.ListOperationsRequest, _control_pb2.ListOperationsResponse]  # type: ignore[assignment]
     """The operations that are known, the newest first."""
+    RebalancePool: _aio.UnaryUnaryMultiCallable[_control_pb2.RebalancePoolRequest, _control_pb2.RebalancePoolResponse]  # type: ignore[assignment]
+    """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+    rebalanced by the control process itself, or not.
+    """
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call. The control process serves it."""
@@ -102,5 +110,15 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListOperationsResponse, _abc.Awaitable[_control_pb2.ListOperationsResponse]]:
         """The operations that are known, the newest first."""
+
+    @_abc_1.abstractmethod
+    def RebalancePool(
+        self,
+        request: _control_pb2.RebalancePoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RebalancePoolResponse, _abc.Awaitable[_control_pb2.RebalancePoolResponse]]:
+        """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+        rebalanced by the control process itself, or not.
+        """
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
