@@ -18,6 +18,9 @@ from twinpool.control.rebalance.split import Split, best_split, bounds, served, 
 from twinpool.control.rebalance.telemetry import ROLES, Role, Telemetry, WorkerLoad, other
 from twinpool.v1.control_pb2 import PoolSpec
 
+_PATIENCE = 2.0
+"""Windows that a role must ask for at most."""
+
 _MORE: Mapping[Role, Wish] = {"prefill": "more prefill", "decode": "more decode"}
 _FEWER: Mapping[Role, Wish] = {"prefill": "fewer prefill", "decode": "fewer decode"}
 
@@ -104,13 +107,22 @@ class Policy:
             if wish == _FEWER[role]:
                 return self._scale_down(case, role, wish)
         to: Role = "prefill" if wish == _MORE["prefill"] else "decode"
-        held = self._held_back(case, wish, self.settings.confirm_seconds)
+        held = self._held_back(case, wish, self._confirm_seconds(case, to))
         if held is not None:
             return held
         flip = self._flip(case, to)
         if flip.kind == "nothing" and self.settings.scale and flip.reason in ("AtBounds", "BothBusy"):
             return self._scale_up(case, to, flip)
         return flip
+
+    def _confirm_seconds(self, case: _Case, role: Role) -> float:
+        """How long a role has to ask: the less it is short of, the longer, since small excesses come and go by chance."""
+        settings = self.settings
+        short = case.used(role, case.split) / settings.utilisation_high - 1.0
+        most = max(settings.confirm_seconds, _PATIENCE * settings.window_seconds)
+        if short <= 0.0:
+            return most
+        return min(most, settings.confirm_seconds * max(1.0, 1.0 / short))
 
     def _held_back(self, case: _Case, wish: Wish, confirm: float) -> Decision | None:
         """The guards on time that hold for every change."""

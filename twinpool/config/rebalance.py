@@ -34,7 +34,7 @@ class RebalanceSection(Section):
         default=5.0, ge=0.1, le=3600, description="Time between two decisions, in seconds."
     )
     window_seconds: float = Field(
-        default=30.0,
+        default=60.0,
         ge=0.5,
         le=3600,
         description="Time over which load is averaged, in seconds. Several bursts long: a burst is no change of the load.",
@@ -43,7 +43,8 @@ class RebalanceSection(Section):
         default=10.0,
         ge=0,
         le=3600,
-        description="How long a role must have asked for a worker without a pause before it gets one, in seconds.",
+        description="How long a role that is short of all its capacity again must have asked for a worker before it gets one, in "
+        "seconds. One that is short of less asks longer, two windows at most.",
     )
     dwell_seconds: float = Field(
         default=120.0,

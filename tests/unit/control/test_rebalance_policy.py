@@ -46,13 +46,29 @@ def test_knows_nothing_before_half_a_window() -> None:
 
 
 def test_a_role_must_ask_for_a_while() -> None:
-    what = telemetry(5.0, 1.0, pool(4, 4))
+    what = telemetry(6.8, 1.0, pool(4, 4))
     history = History().asked("more prefill", what.at - 9.0)
     assert POLICY.decide(what, spec(), history, what.at).reason == "Confirming"
     history = History().asked("more prefill", what.at - 10.0)
     assert POLICY.decide(what, spec(), history, what.at).kind == "flip"
     history = History().asked("more decode", what.at - 100.0)
     assert POLICY.decide(what, spec(), history, what.at).reason == "Confirming"
+
+
+def test_a_role_that_is_short_of_little_asks_for_longer() -> None:
+    what = telemetry(4 * 0.85 * 1.25, 1.0, pool(4, 4))
+    assert (
+        POLICY.decide(what, spec(), History().asked("more prefill", what.at - 39.0), what.at).reason
+        == "Confirming"
+    )
+    assert (
+        POLICY.decide(what, spec(), History().asked("more prefill", what.at - 41.0), what.at).kind == "flip"
+    )
+    least = telemetry(4 * 0.851, 1.0, pool(4, 4))
+    assert (
+        POLICY.decide(least, spec(), History().asked("more prefill", least.at - 61.0), least.at).kind
+        == "flip"
+    )
 
 
 def test_both_busy_roles_give_nothing_to_one_another() -> None:
