@@ -9,6 +9,7 @@ import grpc.aio
 
 from twinpool.config import TwinpoolConfig
 from twinpool.control.operations import Operations
+from twinpool.control.rebalance.desk import RebalanceDesk
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.rpc import AuditLog, Server, join_address
@@ -22,7 +23,11 @@ TIMEOUT_SECONDS_MAX = 86400.0
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers from the view of the store."""
 
-    def __init__(self, view: ClusterView, operations: Operations) -> None:
+    def __init__(
+        self, view: ClusterView, operations: Operations, rebalance: RebalanceDesk | None = None
+    ) -> None:
+        """``rebalance``: None where nobody rebalances pools."""
+        self._rebalance = rebalance
         self._view = view
         self._operations = operations
 
@@ -70,8 +75,22 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """All that are known."""
         return control_pb2.ListOperationsResponse(operations=self._operations.all())
 
+    async def RebalancePool(
+        self,
+        request: control_pb2.RebalancePoolRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.RebalancePoolResponse:
+        """See ``RebalanceDesk.rebalance``."""
+        if self._rebalance is None:
+            raise TwinpoolError("UNIMPLEMENTED", "this control process does not rebalance pools")
+        return await self._rebalance.rebalance(request, _seconds(request))
 
-def _seconds(request: control_pb2.DrainWorkerRequest | control_pb2.RestartWorkerRequest) -> float | None:
+
+def _seconds(
+    request: control_pb2.DrainWorkerRequest
+    | control_pb2.RestartWorkerRequest
+    | control_pb2.RebalancePoolRequest,
+) -> float | None:
     """The timeout that was asked for. Raises INVALID_ARGUMENT."""
     if not request.HasField("timeout"):
         return None
@@ -86,11 +105,19 @@ def _seconds(request: control_pb2.DrainWorkerRequest | control_pb2.RestartWorker
 class ControlServer:
     """The gRPC server of the control process."""
 
-    def __init__(self, config: TwinpoolConfig, view: ClusterView, operations: Operations) -> None:
+    def __init__(
+        self,
+        config: TwinpoolConfig,
+        view: ClusterView,
+        operations: Operations,
+        rebalance: RebalanceDesk | None = None,
+    ) -> None:
         self._config = config
         self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
         self._server.add(
-            SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, ControlServicer(view, operations)
+            SERVICE,
+            control_pb2_grpc.add_ControlServiceServicer_to_server,
+            ControlServicer(view, operations, rebalance),
         )
         self.endpoint = ""
 

@@ -61,7 +61,7 @@ def drain(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Take a worker out for good. Nothing fails: what runs there finishes or moves, and others take its cached prefixes."""
-    _confirm(f"Take {worker} out for good?", yes)
+    confirm(f"Take {worker} out for good?", yes)
     endpoint = control_endpoint(cluster, control)
     _operate(endpoint, pb.OPERATION_KIND_DRAIN, worker, wait, timeout, output)
 
@@ -76,7 +76,7 @@ def restart(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Drain a worker, then start another one under its name. Brings back one that was drained for good, too."""
-    _confirm(f"Restart {worker}?", yes)
+    confirm(f"Restart {worker}?", yes)
     endpoint = control_endpoint(cluster, control)
     _operate(endpoint, pb.OPERATION_KIND_RESTART, worker, wait, timeout, output)
 
@@ -117,7 +117,8 @@ def row_of(operation: pb.Operation) -> dict[str, object]:
     }
 
 
-def _confirm(question: str, yes: bool) -> None:
+def confirm(question: str, yes: bool) -> None:
+    """Asks, unless ``yes``; ends the command if the answer is no or there is nobody to ask."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -163,11 +164,11 @@ async def _run(
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         if wait:
-            operation = await _ended(stub, operation)
+            operation = await ended(stub, operation)
         return operation
 
 
-async def _ended(stub: "control_pb2_grpc.ControlServiceAsyncStub", operation: pb.Operation) -> pb.Operation:
+async def ended(stub: "control_pb2_grpc.ControlServiceAsyncStub", operation: pb.Operation) -> pb.Operation:
     """Follows an operation to its end, also over a restart of the control process."""
     step, heard_at = "", time.monotonic()
     while operation.state == pb.OPERATION_STATE_RUNNING:
@@ -183,7 +184,7 @@ async def _ended(stub: "control_pb2_grpc.ControlServiceAsyncStub", operation: pb
         name = operation.steps[-1].name if operation.steps else ""
         if name != step:
             step = name
-            err.print(f"{operation.worker.name}: {step}")
+            err.print(f"{operation.worker.name or operation.pool}: {step}")
     return operation
 
 

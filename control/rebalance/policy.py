@@ -8,7 +8,7 @@ less meanwhile) is held against what it wins over the horizon. Guards on time (c
 before, so that the message names what holds a change back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from twinpool.config import RebalanceSection
@@ -72,8 +72,7 @@ class Policy:
         return self._effect(case, after, case.split, seconds)
 
     def donors(self, telemetry: Telemetry, role: Role, history: History, now: float) -> list[WorkerLoad]:
-        """Workers that the role can give, the one that loses least first: the soonest empty, then the one with the least work,
-        then the one with the fewest cached prefixes."""
+        """Workers that the role can give, but for those that got it a short while ago, in the order of ``by_loss``."""
         busy = {move.worker for move in history.moves if move.ended is None}
         free = [
             worker
@@ -83,7 +82,7 @@ class Policy:
             and worker.name not in busy
             and now - history.given_at(worker.name) >= self.settings.dwell_seconds
         ]
-        return sorted(free, key=_losses)
+        return by_loss(free)
 
     # --- what the load asks for -----------------------------------------------------------
 
@@ -267,6 +266,12 @@ def _keeps_least(case: _Case, giver: Role) -> bool:
         if worker.role == giver and worker.serving and worker.name not in leaving
     ]
     return len(there) > bounds(case.spec, giver)[0]
+
+
+def by_loss(workers: Iterable[WorkerLoad]) -> list[WorkerLoad]:
+    """The one that loses least by a flip first: the soonest empty, then the one with the least work, then the one with the fewest
+    cached prefixes."""
+    return sorted(workers, key=_losses)
 
 
 def _losses(worker: WorkerLoad) -> tuple[float, float, int, int, str]:

@@ -15,7 +15,7 @@ class RebalanceSection(Section):
 
     auto: bool = Field(
         default=False,
-        description="Let the control process act by itself, in pools whose own setting says nothing else.",
+        description="Whether the control process rebalances a pool by itself that is new to it; from then on the pool's own setting counts.",
     )
     dry_run: bool = Field(
         default=False, description="Decide and record what would be done, but do nothing by itself."

@@ -56,6 +56,9 @@ class Audited:
 METHODS: Final = {
     "ControlService/DrainWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/RestartWorker": Audited(True, "worker", ("timeout",)),
+    "ControlService/RebalancePool": Audited(
+        True, "pool", ("prefill", "decode", "auto", "dry_run", "timeout")
+    ),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),

@@ -132,7 +132,7 @@ class OperationStep(_message.Message):
     BEGAN_AT_FIELD_NUMBER: _builtins.int
     DONE_AT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ask", "leave", "end", "start" or "ready"; of a rebalance: "flip WORKER" or "scale"."""
+    """"ask", "leave", "end", "start" or "ready"; of a rebalance "flip" or "scale"."""
     @_builtins.property
     def began_at(self) -> _timestamp_pb2.Timestamp:
         """When it began."""
@@ -176,6 +176,7 @@ class Operation(_message.Message):
     TARGET_ROLE_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its name."""
     kind: Global___OperationKind.ValueType
@@ -189,7 +190,7 @@ class Operation(_message.Message):
     error: _builtins.str
     """Reason and text of what it failed with."""
     target_role: _worker_pb2.Role.ValueType
-    """A flip: the role that the worker gets."""
+    """Of a flip: the role that the worker is to have."""
     parent: _builtins.str
     """The operation that began this one; empty: nobody's part."""
     reason: _builtins.str
@@ -214,6 +215,10 @@ class Operation(_message.Message):
     def successor(self) -> _worker_pb2.WorkerId:
         """The worker that has taken the place, once it is ready."""
 
+    @_builtins.property
+    def plan(self) -> Global___RebalancePlan:
+        """Of a REBALANCE: what it does."""
+
     def __init__(
         self,
         *,
@@ -231,10 +236,11 @@ class Operation(_message.Message):
         target_role: _worker_pb2.Role.ValueType = ...,
         parent: _builtins.str = ...,
         reason: _builtins.str = ...,
+        plan: Global___RebalancePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "plan", b"plan", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "pool", b"pool", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "plan", b"plan", "pool", b"pool", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
