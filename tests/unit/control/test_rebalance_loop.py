@@ -1,0 +1,572 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live loop, plans and the operator's desk, with a pool, operations and events of the test's own."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from tests.support.waiting import until
+from tests.unit.control.rebalancing import SETTINGS, pool, spec, telemetry
+from twinpool.config import RebalanceSection
+from twinpool.control.rebalance.capacity import Cost
+from twinpool.control.rebalance.desk import RebalanceDesk
+from twinpool.control.rebalance.history import History
+from twinpool.control.rebalance.loop import RebalanceLoop, move_of
+from twinpool.control.rebalance.plan import ROLE_NUMBERS, plan_split
+from twinpool.control.rebalance.policy import Policy
+from twinpool.control.rebalance.source import Overview, OverviewSource
+from twinpool.control.rebalance.split import Split
+from twinpool.control.rebalance.telemetry import Role
+from twinpool.control.rebalance.window import Sample, WorkerSample
+from twinpool.errors import TwinpoolError
+from twinpool.v1 import control_pb2 as pb
+from twinpool.v1 import worker_pb2
+
+POLICY = Policy(SETTINGS)
+BEGAN = 1_000_000.0
+
+
+# --- a control process around the rebalancer ------------------------------------------------------
+
+
+@dataclass
+class Pool:
+    """Workers, their operations and what was told. Implements all ports. Flips end when the test says so."""
+
+    prefill: int = 3
+    decode: int = 3
+    spec: pb.PoolSpec = field(default_factory=spec)
+    now: float = BEGAN
+    roles: dict[str, Role] = field(default_factory=dict)
+    operations: list[pb.Operation] = field(default_factory=list)
+    told: list[tuple[str, str, bool]] = field(default_factory=list)
+    refusal: TwinpoolError | None = None
+    silent: bool = False
+    at_once: bool = False
+    """Flips and scales end as soon as they begin."""
+
+    def __post_init__(self) -> None:
+        for worker in pool(self.prefill, self.decode):
+            self.roles[worker.name] = worker.role
+
+    async def sample(self, pool: str, at: float) -> Sample | None:
+        """Prompts that take four prefill workers; next to no answers."""
+        if self.silent:
+            return None
+        flipping = {op.worker.name for op in self.operations if op.state == pb.OPERATION_STATE_RUNNING}
+        workers = tuple(
+            WorkerSample(
+                name,
+                1,
+                role,
+                "flipping" if name in flipping else "ready",
+                available_blocks=100,
+                total_blocks=100,
+                prefill_cost=Cost(0.0, 1e-3),
+                step_cost=Cost(0.01, 1e-4),
+            )
+            for name, role in sorted(self.roles.items())
+        )
+        tokens = int((at - BEGAN) * 4000)
+        return Sample(at, workers, requests=tokens // 1000, prompt_tokens=tokens, prefilled_tokens=tokens)
+
+    def record(
+        self,
+        reason: str,
+        message: str,
+        *,
+        pool: str,
+        subject: str = "",
+        operation: str = "",
+        warning: bool = False,
+    ) -> None:
+        self.told.append((reason, subject, warning))
+
+    async def flip(
+        self, worker: str, role: Role, reason: str, *, parent: str = "", seconds: float | None = None
+    ) -> str:
+        if self.refusal is not None:
+            raise self.refusal
+        operation = self._begun(pb.OPERATION_KIND_FLIP, reason, parent)
+        operation.worker.name, operation.target_role = worker, ROLE_NUMBERS[role]
+        self._maybe_end(operation)
+        return operation.id
+
+    async def scale(self, pool: str, prefill: int, decode: int, reason: str, *, parent: str = "") -> str:
+        operation = self._begun(pb.OPERATION_KIND_SCALE, reason, parent)
+        operation.plan.prefill, operation.plan.decode = prefill, decode
+        self._maybe_end(operation)
+        return operation.id
+
+    def get(self, operation: str) -> pb.Operation:
+        return next(each for each in self.operations if each.id == operation)
+
+    async def submit(self, operation: pb.Operation) -> pb.Operation:
+        self.operations.append(operation)
+        return operation
+
+    def workers(self, pool: str) -> list[pb.WorkerRecord]:
+        return [
+            pb.WorkerRecord(
+                worker=worker_pb2.WorkerId(name=name, incarnation=7),
+                pool="default",
+                role=ROLE_NUMBERS[role],
+                state=pb.WORKER_STATE_READY,
+            )
+            for name, role in sorted(self.roles.items())
+        ]
+
+    def end(self, operation: pb.Operation, error: str = "") -> None:
+        """The operation ends."""
+        step = operation.steps.add(name="commit")
+        step.done_at.FromNanoseconds(int(self.now * 1e9))
+        operation.state = pb.OPERATION_STATE_FAILED if error else pb.OPERATION_STATE_SUCCEEDED
+        operation.error = error
+        if operation.kind == pb.OPERATION_KIND_FLIP and not error:
+            to: Role = "prefill" if operation.target_role == worker_pb2.ROLE_PREFILL else "decode"
+            self.roles[operation.worker.name] = to
+
+    def _begun(self, kind: "pb.OperationKind.ValueType", reason: str, parent: str) -> pb.Operation:
+        operation = pb.Operation(
+            id=f"op-{len(self.operations)}",
+            kind=kind,
+            pool="default",
+            state=pb.OPERATION_STATE_RUNNING,
+            reason=reason,
+            parent=parent,
+        )
+        operation.created_at.FromNanoseconds(int(self.now * 1e9))
+        self.operations.append(operation)
+        return operation
+
+    def _maybe_end(self, operation: pb.Operation) -> None:
+        if self.at_once:
+            self.end(operation)
+
+    def count(self, role: Role) -> int:
+        """Workers of a role."""
+        return sum(each == role for each in self.roles.values())
+
+
+class Specs:
+    """The pool's record."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def all(self) -> Sequence[pb.PoolSpec]:
+        return [self._pool.spec]
+
+    async def set_auto(self, pool: str, auto: bool) -> None:
+        self._pool.spec.auto = auto
+
+
+class Mover:
+    """The pool as the one who carries changes out."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.flip, self.scale, self.get = pool.flip, pool.scale, pool.get
+
+    def all(self) -> Sequence[pb.Operation]:
+        return self._pool.operations
+
+
+def loop_of(around: Pool, settings: RebalanceSection = SETTINGS) -> RebalanceLoop:
+    return RebalanceLoop(settings, Specs(around), around, Mover(around), around, 30.0, lambda: around.now)
+
+
+def desk_of(around: Pool, loop: RebalanceLoop) -> RebalanceDesk:
+    return RebalanceDesk(loop, Specs(around), Mover(around), around.workers, around.submit, 30.0)
+
+
+async def turn(loop: RebalanceLoop, around: Pool, times: int = 1) -> None:
+    for _ in range(times):
+        around.now += SETTINGS.interval_seconds
+        await loop.tick(around.spec)
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+async def test_flips_what_the_load_needs_and_says_why() -> None:
+    around = Pool()
+    loop = loop_of(around)
+    await turn(loop, around, 12)
+    (flip,) = around.operations
+    assert flip.worker.name.startswith("decode-")
+    assert flip.target_role == worker_pb2.ROLE_PREFILL
+    assert "prefill at" in flip.reason
+    assert around.told == [("RebalanceMorePrefill", flip.worker.name, False)]
+    decision = loop.decision("default")
+    assert decision is not None
+    assert decision.reason == "UnderWay"
+    around.end(flip)
+    await turn(loop, around, 12)
+    assert len(around.operations) == 2
+    assert loop.history("default").moves[0].succeeded
+
+
+async def test_a_flip_that_fails_leaves_its_worker_alone_for_a_while() -> None:
+    around = Pool()
+    loop = loop_of(around)
+    await turn(loop, around, 12)
+    around.end(around.operations[0], "DEADLINE_EXCEEDED: not free")
+    await turn(loop, around, 8)
+    first, second = around.operations
+    assert first.worker.name != second.worker.name
+    assert not loop.history("default").moves[0].succeeded
+
+
+async def test_a_refused_flip_is_told_and_another_worker_is_tried() -> None:
+    around = Pool(refusal=TwinpoolError("OPERATION_RUNNING", "a drain runs"))
+    loop = loop_of(around)
+    await turn(loop, around, 14)
+    refused = [
+        subject for reason, subject, warning in around.told if reason == "RebalanceRefused" and warning
+    ]
+    assert len(set(refused)) == len(refused) >= 2
+    assert around.operations == []
+
+
+async def test_a_pool_that_is_not_auto_is_only_watched() -> None:
+    around = Pool()
+    around.spec.auto = False
+    loop = loop_of(around)
+    await turn(loop, around, 12)
+    assert around.operations == []
+    assert around.told == []
+    decision = loop.decision("default")
+    assert decision is not None
+    assert decision.kind == "flip"
+
+
+async def test_a_dry_run_tells_once_and_flips_nothing() -> None:
+    around = Pool()
+    loop = loop_of(around, SETTINGS.model_copy(update={"dry_run": True}))
+    await turn(loop, around, 20)
+    assert around.operations == []
+    assert [reason for reason, _, _ in around.told] == ["RebalanceDryRun"]
+
+
+async def test_what_holds_a_change_back_is_told_once() -> None:
+    around = Pool(prefill=3, decode=1)
+    await turn(loop_of(around), around, 30)
+    assert [reason for reason, _, _ in around.told] == ["RebalanceHeld"]
+
+
+async def test_a_loop_that_starts_anew_keeps_the_pace() -> None:
+    """The operations' records are what the dwell, the cooldown and the guard against reversals go by."""
+    around = Pool()
+    await turn(loop_of(around), around, 12)
+    around.end(around.operations[0])
+    again = loop_of(around)
+    await turn(again, around, 1)
+    moves = again.history("default").moves
+    assert [(move.worker, move.to, move.ended is not None) for move in moves] == [
+        (around.operations[0].worker.name, "prefill", True)
+    ]
+
+
+async def test_a_pool_that_does_not_answer_is_left_alone() -> None:
+    around = Pool(silent=True)
+    loop = loop_of(around)
+    assert await loop.tick(around.spec) is None
+    assert loop.telemetry("default") is None
+
+
+async def test_one_failure_does_not_end_the_loop() -> None:
+    around = Pool()
+    calls = 0
+
+    async def sample(pool: str, at: float) -> Sample | None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("once")
+        return None
+
+    around.sample = sample  # type: ignore[method-assign]
+    loop = loop_of(around, SETTINGS.model_copy(update={"interval_seconds": 0.01}))
+    loop.start()
+    await until(lambda: calls > 2)
+    await loop.stop()
+
+
+def test_a_record_of_a_flip_is_a_move() -> None:
+    operation = pb.Operation(kind=pb.OPERATION_KIND_FLIP, state=pb.OPERATION_STATE_FAILED)
+    operation.worker.name, operation.target_role = "w", worker_pb2.ROLE_DECODE
+    operation.created_at.FromNanoseconds(int(50e9))
+    operation.steps.add().done_at.FromNanoseconds(int(60e9))
+    move = move_of(operation)
+    assert move is not None
+    assert (move.worker, move.to, move.began, move.ended, move.succeeded) == (
+        "w",
+        "decode",
+        50.0,
+        60.0,
+        False,
+    )
+    assert move_of(pb.Operation()) is None
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "flips", "added"),
+    [
+        ((3, 5), ["prefill-0"], 0),
+        ((6, 2), ["decode-0", "decode-1"], 0),
+        ((4, 4), [], 0),
+        ((6, 3), ["decode-0"], 1),
+        ((2, 2), [], -4),
+        ((6, 1), ["decode-0", "decode-1"], -1),
+        ((5, 5), [], 2),
+    ],
+)
+def test_a_plan_flips_first_and_scales_for_the_rest(
+    wanted: tuple[int, int], flips: list[str], added: int
+) -> None:
+    plan = plan_split(POLICY, telemetry(1.0, 1.0, pool(4, 4)), spec(), History(), Split(*wanted))
+    assert [flip.worker for flip in plan.flips] == flips
+    assert plan.added == added
+    assert plan.empty == (wanted == (4, 4))
+
+
+def test_a_plan_without_numbers_is_what_suits_the_load() -> None:
+    plan = plan_split(POLICY, telemetry(4.4, 0.9, pool(4, 4)), spec(), History(), None)
+    assert plan.after == Split(6, 2)
+    assert plan.effect is not None
+    assert plan.effect.served_after == 1.0 > plan.effect.served
+    message = plan.message([])
+    assert (message.prefill, message.decode, len(message.moves)) == (6, 2, 2)
+    assert message.effect.prefill_utilisation == pytest.approx(1.1)
+    with pytest.raises(TwinpoolError, match="not known yet"):
+        plan_split(POLICY, telemetry(1.0, 1.0, pool(4, 4), seconds=0.0), spec(), History(), None)
+
+
+def test_a_plan_keeps_the_bounds() -> None:
+    with pytest.raises(TwinpoolError, match="outside of the bounds"):
+        plan_split(POLICY, telemetry(1.0, 1.0, pool(4, 4)), spec(least=2), History(), Split(7, 1))
+
+
+# --- the desk -------------------------------------------------------------------------------------
+
+
+async def test_an_operation_flips_one_after_the_other_then_scales() -> None:
+    around = Pool(at_once=True)
+    desk = desk_of(around, loop_of(around))
+    answer = await desk.rebalance(pb.RebalancePoolRequest(prefill=5, decode=2), None)
+    operation = around.operations[0]
+    assert answer.operation.id == operation.id
+    assert [move.target_role for move in answer.plan.moves] == [worker_pb2.ROLE_PREFILL]
+    for step in desk.steps.values():
+        await step(operation)
+    flip, scale = around.operations[1:]
+    assert (flip.kind, flip.parent) == (pb.OPERATION_KIND_FLIP, operation.id)
+    assert (scale.kind, scale.plan.prefill, scale.plan.decode) == (pb.OPERATION_KIND_SCALE, 5, 2)
+    assert around.count("prefill") == 4
+
+
+async def test_an_operation_that_is_resumed_goes_on_with_the_flip_that_runs() -> None:
+    around = Pool()
+    desk = desk_of(around, loop_of(around))
+    await desk.rebalance(pb.RebalancePoolRequest(prefill=5), None)
+    operation = around.operations[0]
+    first = asyncio.create_task(desk.steps["flip"](operation))
+    await until(lambda: len(around.operations) == 2)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(desk_of(around, loop_of(around)).steps["flip"](operation))
+    around.end(around.operations[1])
+    await until(lambda: len(around.operations) == 3)
+    assert around.operations[2].worker.name != around.operations[1].worker.name
+    around.end(around.operations[2])
+    await asyncio.wait_for(second, 30)
+    assert around.count("prefill") == 5
+    assert len(around.operations) == 3
+
+
+async def test_an_operation_fails_with_what_its_flip_failed_with() -> None:
+    around = Pool()
+    desk = desk_of(around, loop_of(around))
+    await desk.rebalance(pb.RebalancePoolRequest(prefill=4), None)
+    task = asyncio.create_task(desk.steps["flip"](around.operations[0]))
+    await until(lambda: len(around.operations) == 2)
+    around.end(around.operations[1], "DEADLINE_EXCEEDED: w is not free")
+    with pytest.raises(TwinpoolError, match="is not free") as caught:
+        await asyncio.wait_for(task, 30)
+    assert caught.value.reason == "DEADLINE_EXCEEDED"
+
+
+async def test_a_dry_run_begins_nothing_and_auto_is_kept() -> None:
+    around = Pool()
+    desk = desk_of(around, loop_of(around))
+    answer = await desk.rebalance(pb.RebalancePoolRequest(prefill=4, dry_run=True), None)
+    assert len(answer.plan.moves) == 1
+    assert not answer.HasField("operation")
+    answer = await desk.rebalance(pb.RebalancePoolRequest(auto=False, dry_run=True), None)
+    assert around.spec.auto
+    answer = await desk.rebalance(pb.RebalancePoolRequest(auto=False), None)
+    assert not around.spec.auto
+    assert not answer.auto
+    assert around.operations == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (pb.RebalancePoolRequest(pool="other"), "there are: default"),
+        (pb.RebalancePoolRequest(prefill=2, auto=True), "exclude one another"),
+        (pb.RebalancePoolRequest(prefill=6), "outside of the bounds"),
+        (pb.RebalancePoolRequest(), "not known yet"),
+    ],
+)
+async def test_refuses_what_cannot_be(request_: pb.RebalancePoolRequest, said: str) -> None:
+    around = Pool()
+    with pytest.raises(TwinpoolError, match=said) as caught:
+        await desk_of(around, loop_of(around)).rebalance(request_, None)
+    assert caught.value.reason == "INVALID_ARGUMENT"
+
+
+async def test_one_rebalance_at_a_time() -> None:
+    around = Pool()
+    desk = desk_of(around, loop_of(around))
+    await desk.rebalance(pb.RebalancePoolRequest(prefill=4), None)
+    with pytest.raises(TwinpoolError) as caught:
+        await desk.rebalance(pb.RebalancePoolRequest(prefill=5), None)
+    assert caught.value.reason == "OPERATION_RUNNING"
+
+
+async def test_the_outlook_of_auto_is_the_next_decision() -> None:
+    around = Pool()
+    around.spec.auto = False
+    loop = loop_of(around)
+    await turn(loop, around, 12)
+    answer = await desk_of(around, loop).rebalance(pb.RebalancePoolRequest(auto=True), None)
+    assert answer.plan.reason.startswith("MorePrefill")
+    assert (answer.plan.prefill, answer.plan.decode) == (4, 2)
+    assert answer.plan.HasField("effect")
+    assert around.spec.auto
+
+
+# --- the source -----------------------------------------------------------------------------------
+
+
+def seconds(value: float) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(int(value * 1e9))
+    return message
+
+
+def seen(
+    name: str, role: Role, pool: str = "default", reachable: bool = True, **counts: object
+) -> SimpleNamespace:
+    record = SimpleNamespace(
+        worker=worker_pb2.WorkerId(name=name, incarnation=1),
+        pool=pool,
+        role=ROLE_NUMBERS[role],
+        state=pb.WORKER_STATE_READY,
+        epoch=2,
+        cordoned=False,
+        block_tokens=16,
+        max_num_seqs=8,
+        prefill_cost=pb.CostModel(base_seconds=0.01),
+        step_cost=pb.CostModel(),
+    )
+    said: dict[str, object] = {
+        "busy": seconds(3.0),
+        "step_time": seconds(0.02),
+        "total_blocks": 100,
+        "free_blocks": 40,
+        "cached_blocks": 30,
+        "running": 2,
+        "waiting": 1,
+        "waiting_prefill_tokens": 0,
+        "generation_tokens": 0,
+        "query_tokens": 0,
+        "hit_tokens": 0,
+    }
+    return SimpleNamespace(record=record, counts=SimpleNamespace(**(said | counts)), reachable=reachable)
+
+
+def overview(workers: list[SimpleNamespace], **router: object) -> Overview:
+    said: dict[str, object] = {
+        "window": seconds(60.0),
+        "ended": [SimpleNamespace(reason="", count=30), SimpleNamespace(reason="CANCELLED", count=6)],
+        "queued_requests": 4,
+        "queued_tokens": 400,
+        "running_requests": 5,
+        "generation_tokens": 3000,
+    }
+    telemetry = SimpleNamespace(**(said | router))
+    return cast(
+        Overview,
+        SimpleNamespace(workers=workers, routers=[SimpleNamespace(telemetry=telemetry, reachable=True)]),
+    )
+
+
+async def test_a_sample_is_what_workers_and_routers_count() -> None:
+    now = [overview([seen("p", "prefill", query_tokens=9000), seen("d", "decode")])]
+
+    async def ask() -> Overview:
+        return now[0]
+
+    source = OverviewSource(ask)
+    first = await source.sample("default", 100.0)
+    assert first is not None
+    now[0] = overview(
+        [
+            seen("p", "prefill", query_tokens=10_000, hit_tokens=200, waiting_prefill_tokens=50),
+            seen("d", "decode", generation_tokens=700),
+        ],
+        queued_tokens=900,
+    )
+    second = await source.sample("default", 110.0)
+    assert second is not None
+    # What was looked up, and by how much what waits has grown.
+    assert second.prompt_tokens - first.prompt_tokens == 1000 + 500 + 50
+    assert (second.prefilled_tokens, second.cached_tokens, second.generated_tokens) == (1000, 200, 700)
+    assert (second.finished, second.output_tokens) == (5, 500)
+    assert second.requests - first.requests == 6
+    worker = second.workers[0]
+    assert (worker.epoch, worker.available_blocks, worker.busy_seconds) == (2, 70, 3.0)
+    assert worker.prefill_cost == Cost(0.01, 0.0)
+    assert worker.step_cost is None
+
+
+async def test_a_worker_that_starts_anew_takes_nothing_back() -> None:
+    workers = [seen("p", "prefill", query_tokens=9000)]
+
+    async def ask() -> Overview:
+        return overview(workers)
+
+    source = OverviewSource(ask)
+    await source.sample("default", 100.0)
+    workers[0] = seen("p", "prefill", query_tokens=50)
+    workers[0].record.worker.incarnation = 2
+    sample = await source.sample("default", 110.0)
+    assert sample is not None
+    assert sample.prefilled_tokens == 50
+
+
+async def test_whoever_does_not_answer_is_not_fit_and_nobody_is_nothing() -> None:
+    workers = [seen("p", "prefill"), seen("q", "prefill", reachable=False), seen("x", "decode", "other")]
+
+    async def ask() -> Overview:
+        return overview(workers)
+
+    source = OverviewSource(ask)
+    sample = await source.sample("default", 100.0)
+    assert sample is not None
+    assert [(worker.name, worker.state) for worker in sample.workers] == [("p", "ready"), ("q", "unready")]
+    # The other pool holds as many sequences, so half of the queue is taken to be its own.
+    assert sample.queued == 2
+    workers[0].reachable = False
+    assert await source.sample("default", 105.0) is None
