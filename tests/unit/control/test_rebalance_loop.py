@@ -65,8 +65,8 @@ class Pool:
                 1,
                 role,
                 "flipping" if name in flipping else "ready",
-                available_blocks=100,
-                total_blocks=100,
+                available_blocks=10_000,
+                total_blocks=10_000,
                 prefill_cost=Cost(0.0, 1e-3),
                 step_cost=Cost(0.01, 1e-4),
             )
