@@ -246,7 +246,7 @@ class Policy:
 
 
 def _case(telemetry: Telemetry, spec: PoolSpec, history: History, now: float) -> _Case:
-    demand = {role: telemetry.load[role].demand for role in ROLES}
+    demand: dict[Role, float] = {role: telemetry.load[role].demand for role in ROLES}
     leaving: dict[str, Role] = {move.worker: move.to for move in history.moves if move.ended is None}
     counts: dict[Role, int] = dict.fromkeys(ROLES, 0)
     for worker in telemetry.workers:

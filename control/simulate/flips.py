@@ -3,18 +3,36 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from twinpool.control.simulate.clock import Clock
+from twinpool.control.simulate.router import Router
+from twinpool.control.simulate.setup import Setup
 from twinpool.control.simulate.worker import Worker
-
-if TYPE_CHECKING:
-    from twinpool.control.simulate.cluster import Cluster
 
 LOOK_SECONDS = 0.05
 """Between two looks whether a worker is empty."""
 
 Done = Callable[[bool], None]
 """Told of the end of a flip: whether the worker has the role."""
+
+
+class Flipping(Protocol):
+    """The cluster as flips need it."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def setup(self) -> Setup: ...
+    @property
+    def router(self) -> Router: ...
+
+    def idle(self, worker: Worker) -> bool:
+        """Whether no request needs the worker, and nobody reads from it."""
+        ...
+
+    def change_role(self, worker: Worker, role: str) -> None:
+        """Gives an idle worker the other role."""
 
 
 @dataclass(slots=True)
@@ -33,7 +51,7 @@ class Flip:
 class Flips:
     """Of one cluster."""
 
-    def __init__(self, cluster: "Cluster") -> None:
+    def __init__(self, cluster: Flipping) -> None:
         self._cluster = cluster
         self.log: list[Flip] = []
 

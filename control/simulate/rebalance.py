@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rebalancer in virtual time: the very policy of the control process, fed with what its loop would read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from twinpool.config import RebalanceSection
 from twinpool.control.rebalance.capacity import Cost
@@ -11,13 +12,38 @@ from twinpool.control.rebalance.history import History
 from twinpool.control.rebalance.policy import Policy
 from twinpool.control.rebalance.telemetry import ROLES, Role, Telemetry
 from twinpool.control.rebalance.window import Sample, Window, WorkerSample
+from twinpool.control.simulate.clock import Clock
+from twinpool.control.simulate.flips import Flips
+from twinpool.control.simulate.router import Router
+from twinpool.control.simulate.setup import Setup
+from twinpool.control.simulate.tally import Tally
 from twinpool.control.simulate.worker import Worker
 from twinpool.v1.control_pb2 import PoolSpec, RoleSpec
 
-if TYPE_CHECKING:
-    from twinpool.control.simulate.cluster import Cluster
-
 POOL = "default"
+
+
+class Watched(Protocol):
+    """The cluster as the rebalancer sees it."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def setup(self) -> Setup: ...
+    @property
+    def router(self) -> Router: ...
+    @property
+    def tally(self) -> Tally: ...
+    @property
+    def flips(self) -> Flips: ...
+    @property
+    def prefill(self) -> Mapping[str, Worker]: ...
+    @property
+    def decode(self) -> Mapping[str, Worker]: ...
+
+    def find(self, name: str) -> Worker | None:
+        """A worker that is alive."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +61,7 @@ class Moment:
 class Rebalancer:
     """Decides every interval, and flips workers of the simulated cluster."""
 
-    def __init__(self, cluster: "Cluster", settings: RebalanceSection) -> None:
+    def __init__(self, cluster: Watched, settings: RebalanceSection) -> None:
         self._cluster = cluster
         # Workers that are started or taken out are not simulated: a run compares splits of the same workers.
         self._settings = settings.model_copy(update={"scale": False})
@@ -77,14 +103,14 @@ class Rebalancer:
         self._cluster.flips.begin(worker, to, done)
 
     def _note(self, telemetry: Telemetry, decision: Decision) -> None:
-        counts = {role: telemetry.serving(role) for role in ROLES}
-        used = {role: telemetry.load[role].demand / max(1, counts[role]) for role in ROLES}
+        counts: dict[Role, int] = {role: telemetry.serving(role) for role in ROLES}
+        used: dict[Role, float] = {role: telemetry.load[role].demand / max(1, counts[role]) for role in ROLES}
         self.timeline.append(Moment(telemetry.at, counts, used, telemetry.queued, decision))
 
     def _sample(self) -> Sample:
         cluster, tally = self._cluster, self._cluster.tally
         queued, queued_tokens = cluster.router.backlog()
-        workers = [
+        workers: list[tuple[Worker, Role]] = [
             *((worker, ROLES[0]) for worker in cluster.prefill.values()),
             *((worker, ROLES[1]) for worker in cluster.decode.values()),
         ]

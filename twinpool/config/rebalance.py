@@ -15,7 +15,7 @@ class RebalanceSection(Section):
 
     auto: bool = Field(
         default=False,
-        description="Whether the control process rebalances a pool by itself that is new to it; from then on the pool's own setting counts.",
+        description="Whether the control process rebalances by itself a pool that is new to it; then the pool's own setting counts.",
     )
     dry_run: bool = Field(
         default=False, description="Decide and record what would be done, but do nothing by itself."
