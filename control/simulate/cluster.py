@@ -118,11 +118,9 @@ class Cluster:
 
     def idle(self, worker: Worker) -> bool:
         """Whether no request needs the worker, and nobody reads from it."""
-        needed = any(
-            attempt.decode is worker or (attempt.prefill is worker and not attempt.handed_off)
-            for attempt in self._live
+        return not worker.cache.held and not any(
+            a.decode is worker or (a.prefill is worker and not a.handed_off) for a in self._live
         )
-        return not needed and not worker.cache.held
 
     def find(self, name: str) -> Worker | None:
         """A worker that is alive."""
