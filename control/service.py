@@ -12,6 +12,7 @@ from twinpool.config import TwinpoolConfig
 from twinpool.control.desk import PoolDesk
 from twinpool.control.events import Filter
 from twinpool.control.operations import Operations
+from twinpool.control.rebalance.desk import RebalanceDesk
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.rpc import AuditLog, Server, join_address
@@ -26,14 +27,23 @@ Timed: TypeAlias = (
     | control_pb2.RestartWorkerRequest
     | control_pb2.FlipWorkerRequest
     | control_pb2.ScalePoolRequest
+    | control_pb2.RebalancePoolRequest
 )
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers from the view of the store, and lets operations begin where this process leads."""
 
-    def __init__(self, view: ClusterView, operations: Operations, desk: PoolDesk | None = None) -> None:
-        """``desk`` None: operations on workers are all there is, and nobody else leads."""
+    def __init__(
+        self,
+        view: ClusterView,
+        operations: Operations,
+        desk: PoolDesk | None = None,
+        rebalance: RebalanceDesk | None = None,
+    ) -> None:
+        """``desk`` None: operations on workers are all there is, and nobody else leads. ``rebalance`` None: nobody rebalances
+        pools."""
+        self._rebalance = rebalance
         self._view = view
         self._operations = operations
         self._own_desk = desk
@@ -169,6 +179,17 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async for event in self._desk().follow(_filter(request)):
             yield control_pb2.WatchEventsResponse(event=event)
 
+    async def RebalancePool(
+        self,
+        request: control_pb2.RebalancePoolRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.RebalancePoolResponse:
+        """See ``RebalanceDesk.rebalance``."""
+        if self._rebalance is None:
+            raise TwinpoolError("UNIMPLEMENTED", "this control process does not rebalance pools")
+        self._check(changes=True)
+        return await self._rebalance.rebalance(request, _seconds(request))
+
 
 def _filter(request: control_pb2.ListEventsRequest | control_pb2.WatchEventsRequest) -> Filter:
     """The events that are asked for. Raises INVALID_ARGUMENT."""
@@ -201,14 +222,15 @@ class ControlServer:
         view: ClusterView,
         operations: Operations,
         desk: PoolDesk | None = None,
+        rebalance: RebalanceDesk | None = None,
     ) -> None:
-        """``desk``: see ``ControlServicer``."""
+        """See ``ControlServicer``."""
         self._config = config
         self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
         self._server.add(
             SERVICE,
             control_pb2_grpc.add_ControlServiceServicer_to_server,
-            ControlServicer(view, operations, desk),
+            ControlServicer(view, operations, desk, rebalance),
         )
         self.endpoint = ""
 

@@ -20,6 +20,7 @@ from twinpool.control.cli.generate import chat, generate
 from twinpool.control.cli.health import health
 from twinpool.control.cli.kernels import kernels_command
 from twinpool.control.cli.key import key_command
+from twinpool.control.cli.rebalance import rebalance
 from twinpool.control.cli.replay import replay_command
 from twinpool.control.cli.scale import scale
 from twinpool.control.cli.simulate import simulate_command
@@ -47,6 +48,7 @@ app.command()(drain)
 app.command()(restart)
 app.command()(flip)
 app.command()(events)
+app.command()(rebalance)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

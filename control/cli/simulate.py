@@ -11,6 +11,15 @@ import typer
 from twinpool._core import AdmissionConfig, CoreError
 from twinpool.control.cli.output import EXIT_USAGE, Format, FormatOption, emit_data, emit_rows, err, fail
 from twinpool.control.cli.progress import Stages, stages
+from twinpool.control.cli.simulate_rebalance import (
+    FlipSecondsOption,
+    RebalanceOption,
+    SetOption,
+    plot_use,
+    section_of,
+    show_flips,
+    show_use,
+)
 from twinpool.control.cli.trace_options import (
     Requests,
     Seed,
@@ -31,7 +40,7 @@ from twinpool.control.simulate.faults import Fault, parse_faults
 from twinpool.control.simulate.model import PRESETS, WorkerModel
 from twinpool.control.simulate.plot import PlotError, write_plot
 from twinpool.control.simulate.policies import POLICIES
-from twinpool.control.simulate.results import Figures, simulate
+from twinpool.control.simulate.results import Figures, Run, simulate
 from twinpool.control.simulate.setup import Setup
 from twinpool.control.simulate.sweep import best, sweep
 
@@ -78,7 +87,12 @@ def simulate_command(
     sweep_workers: Annotated[
         int | None, typer.Option("--sweep", help="Try every prefill:decode split of so many workers.", min=2)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --sweep: write a plot, .svg or .png.")] = None,
+    rebalance: RebalanceOption = False,
+    rebalance_set: SetOption = None,
+    flip_seconds: FlipSecondsOption = 2.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --sweep or --rebalance: write a plot, .svg or .png.")
+    ] = None,
     seed: Seed = 0,
     output: FormatOption = Format.TABLE,
 ) -> None:
@@ -86,6 +100,9 @@ def simulate_command(
     model = _model(preset)
     selection = Selection(sessions, spread, think_limit, requests, speed, seed)
     loaded = chosen_trace(trace, format, selection)
+    objectives = Objectives(
+        model.slo_ttft if slo_ttft is None else slo_ttft, model.slo_itl if slo_itl is None else slo_itl
+    )
     setup = Setup(
         model=model,
         prefill=prefill,
@@ -94,9 +111,9 @@ def simulate_command(
         prefill_blocks=blocks,
         decode_blocks=decode_blocks,
         closed=loaded.closed and not open_loop,
-        objectives=Objectives(
-            model.slo_ttft if slo_ttft is None else slo_ttft, model.slo_itl if slo_itl is None else slo_itl
-        ),
+        objectives=objectives,
+        rebalance=section_of(rebalance, rebalance_set or [], objectives),
+        flip_seconds=flip_seconds,
         faults=_faults(faults),
         core={"prefix_fetch": float(fetch)} | _core_options(core or []),
         horizon=float("inf") if horizon is None else horizon,
@@ -107,30 +124,38 @@ def simulate_command(
         if sweep_workers is not None:
             _sweep(loaded, setup, names, sweep_workers, plot, output)
         else:
-            _compare(loaded, setup, names, output)
+            _compare(loaded, setup, names, plot if rebalance else None, output)
     except (ValueError, CoreError) as error:
         raise fail(str(error), EXIT_USAGE) from error
 
 
-def _compare(trace: Trace, setup: Setup, names: list[str], output: Format) -> None:
+def _compare(trace: Trace, setup: Setup, names: list[str], plot: Path | None, output: Format) -> None:
     rows: list[Figures] = []
+    runs: list[Run] = []
     with stages(output is Format.TABLE) as progress:
         for name in names:
             progress.stage(f"simulating {name}", f"{len(trace.requests)} requests")
-            rows.append(_timed(trace, setup, name))
+            run, figures = _timed(trace, setup, name)
+            rows.append(figures)
+            runs.append(run)
+    if plot is not None:
+        plot_use(plot, runs[0], trace.name)
     if output is Format.TABLE:
         emit_rows([{"policy": row["policy"]} | _row(row) for row in rows], ["policy", *_COLUMNS], output)
         emit_rows([{"policy": row["policy"]} | _row(row) for row in rows], ["policy", *_COST_COLUMNS], output)
+        if setup.rebalance is not None:
+            show_flips(rows[0], output)
+            show_use(runs[0])
         infinite = rows[0]["infinite_hit_rate"]
         err.print(f"[dim]an infinite cache would hit {_percent(infinite)}; model: {setup.model.source}[/]")
         return
     emit_data({"trace": trace.name, "setup": _described(setup), "policies": rows}, output)
 
 
-def _timed(trace: Trace, setup: Setup, policy: str) -> Figures:
+def _timed(trace: Trace, setup: Setup, policy: str) -> tuple[Run, Figures]:
     start = time.perf_counter()
-    figures = simulate(trace, setup, policy).figures
-    return figures | {"run_seconds": time.perf_counter() - start}
+    run = simulate(trace, setup, policy)
+    return run, run.figures | {"run_seconds": time.perf_counter() - start}
 
 
 def _sweep(
@@ -197,6 +222,7 @@ def _row(figures: Figures) -> dict[str, object]:
 def _described(setup: Setup) -> dict[str, object]:
     """The setup for JSON: infinity has no place there."""
     data = dataclasses.asdict(setup)
+    data["rebalance"] = None if setup.rebalance is None else setup.rebalance.model_dump()
     data["faults"] = [dataclasses.asdict(fault) for fault in setup.faults]
     data["horizon"] = None if setup.horizon == float("inf") else setup.horizon
     data["core"] = dict(setup.core)

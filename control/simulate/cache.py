@@ -34,6 +34,15 @@ class Cache:
         """Blocks that sequences hold."""
         return self._manager.held_blocks
 
+    @property
+    def cached(self) -> int:
+        """Blocks with content that nobody needs now."""
+        return self._manager.cached_blocks
+
+    def tell(self, sink: Sink) -> None:
+        """From now on events go there."""
+        self._sink = sink
+
     def lookup(self, hashes: Hashes) -> int:
         """Leading blocks that are here."""
         return self._manager.lookup(hashes)

@@ -15,11 +15,14 @@ from twinpool.control.replay.infinite import InfiniteCache
 from twinpool.control.replay.trace import Release, Request, Trace
 from twinpool.control.simulate.clock import Clock
 from twinpool.control.simulate.decode import DecodeWorker
+from twinpool.control.simulate.flips import Flips
 from twinpool.control.simulate.job import Attempt, Blocks, Job, Status
 from twinpool.control.simulate.links import Links
 from twinpool.control.simulate.prefill import PrefillWorker
+from twinpool.control.simulate.rebalance import Rebalancer
 from twinpool.control.simulate.router import Ended, Placement, Router
 from twinpool.control.simulate.setup import Setup
+from twinpool.control.simulate.tally import Tally
 from twinpool.control.simulate.worker import Load, Worker
 
 _NO_HASHES: Hashes = np.zeros((0, 16), np.uint8)
@@ -41,6 +44,9 @@ class Cluster:
         self.decode: dict[str, DecodeWorker] = {}
         self.lost: list[Worker] = []
         """Workers that a fault ended."""
+        self.tally = Tally()
+        self.flips = Flips(self)
+        self.rebalancer = None if setup.rebalance is None else Rebalancer(self, setup.rebalance)
         self.step_seconds: list[float] = []
         self.step_tokens: list[int] = []
         self.not_sent = 0
@@ -65,6 +71,8 @@ class Cluster:
             self.start_worker("decode", f"decode-{number}")
         for fault in self.setup.faults:
             self.clock.at(fault.at, fault.apply, self)
+        if self.rebalancer is not None:
+            self.rebalancer.start()
         self._send_next(iter(self._release.initial), None)
         self.clock.run(lambda: self._pending == 0)
 
@@ -83,21 +91,36 @@ class Cluster:
     def start_worker(self, role: str, name: str) -> None:
         """A new worker with an empty cache."""
         self._incarnation += 1
-        blocks, setup = self.setup.blocks(role), self.setup
-        worker: Worker
-        if role == "prefill":
-            worker = self.prefill[name] = PrefillWorker(
-                self, name, self._incarnation, setup.model, blocks, setup.block_tokens
-            )
-        else:
-            worker = self.decode[name] = DecodeWorker(
-                self, name, self._incarnation, setup.model, blocks, setup.block_tokens
-            )
-            self._at_decode[name] = deque()
-        self.router.worker_up(self.clock.now, worker, blocks)
+        self._enter(self._make(role, name, self._incarnation))
+
+    def _make(self, role: str, name: str, incarnation: int) -> Worker:
+        kind = PrefillWorker if role == "prefill" else DecodeWorker
+        setup = self.setup
+        return kind(self, name, incarnation, setup.model, setup.blocks(role), setup.block_tokens)
+
+    def _enter(self, worker: Worker) -> None:
+        if isinstance(worker, PrefillWorker):
+            self.prefill[worker.name] = worker
+        elif isinstance(worker, DecodeWorker):
+            self.decode[worker.name] = worker
+            self._at_decode[worker.name] = deque()
+        self.router.worker_up(self.clock.now, worker, worker.cache.num_blocks)
         if self.router.reports:
             self._report(worker, None)
         self._plan()
+
+    def change_role(self, worker: Worker, role: str) -> None:
+        """The worker, on which nothing runs, gets the other role. It keeps its incarnation and its cache."""
+        successor = self._make(role, worker.name, worker.incarnation)
+        successor.take_over(worker)
+        (self.prefill if worker.role == "prefill" else self.decode).pop(worker.name)
+        self._enter(successor)
+
+    def idle(self, worker: Worker) -> bool:
+        """Whether no request needs the worker, and nobody reads from it."""
+        return not worker.cache.held and not any(
+            a.decode is worker or (a.prefill is worker and not a.handed_off) for a in self._live
+        )
 
     def find(self, name: str) -> Worker | None:
         """A worker that is alive."""
@@ -130,7 +153,7 @@ class Cluster:
             waiting.remove(attempt)
 
     def _report(self, worker: Worker, before: Load | None) -> None:
-        if not worker.alive:
+        if self.find(worker.name) is not worker:
             return
         load = worker.load()
         # The step time differs a little in every step, which is no news.
@@ -149,6 +172,7 @@ class Cluster:
         infinite = self._infinite.hits(hashes, usable)
         # As the trace counts: with the partial block where it lists it.
         partial = request.tail_id >= 0 and request.input_length % bt > 0
+        self.tally.arrived(request)
         job = Job(request, hashes, len(hashes) + partial, usable, infinite, Timing(now))
         self.jobs.append(job)
         most = -(-(request.input_length + request.output_length) // bt) + 1
@@ -299,6 +323,7 @@ class Cluster:
         now = self.clock.now
         attempt.job.timing.first = now
         attempt.job.delivered = True
+        self.tally.prefilled(attempt.job, self.setup.block_tokens)
         self.router.first_token(now, attempt, attempt.compute_seconds)
         self._plan()
 
@@ -322,6 +347,7 @@ class Cluster:
             self._first_token(attempt)
         job.timing.end = now + self._hop
         job.timing.output_tokens = job.request.output_length
+        self.tally.finished(job)
         self.router.finished(now, attempt)
         self._end(job, Status.SERVED, "")
         waiting = self._at_decode[attempt.decode.name]
@@ -333,6 +359,7 @@ class Cluster:
         """See Host."""
         self.step_seconds.append(seconds)
         self.step_tokens.append(tokens)
+        self.tally.generated_tokens += tokens
 
     def cache_event(self, worker: Worker, kind: str, hashes: Hashes) -> None:
         """See Host."""

@@ -2,6 +2,7 @@
 """A line plot as SVG, with nothing but this file, or as PNG where matplotlib is installed."""
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -10,6 +11,9 @@ Line = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 40, 52
+_MOST_TICKS = 16
+_MOST_MARKS = 64
+"""Points of a line beyond which they are not marked one by one."""
 _COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8a5a9e", "#b8860b", "#4a4a4a")
 
 
@@ -49,7 +53,7 @@ def svg(title: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> st
         _, y = place(x_low, y_high * share)
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_LEFT + width}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(_text(_LEFT - 8, y + 4, f"{y_high * share:.3g}", anchor="end"))
-    for x_value in sorted({x for x, _ in points}):
+    for x_value in _ticks(sorted({x for x, _ in points})):
         x, _ = place(x_value, 0)
         parts.append(_text(x, _TOP + height + 18, f"{x_value:g}", anchor="middle"))
     for number, (name, line) in enumerate(lines.items()):
@@ -57,11 +61,23 @@ def svg(title: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> st
         placed = [place(x, y) for x, y in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in placed]
+        if len(placed) <= _MOST_MARKS:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in placed]
         y = _TOP + 16 + 18 * number
         parts.append(f'<rect x="{_LEFT + width + 14}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(_text(_LEFT + width + 30, y, name))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Where the axis is labelled: at every value, or, of many, at some six round ones."""
+    if len(values) <= _MOST_TICKS:
+        return list(values)
+    raw = (values[-1] - values[0]) / 6
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * round_one for round_one in (1, 2, 5, 10) if power * round_one >= raw)
+    first = math.ceil(values[0] / step)
+    return [step * number for number in range(first, math.floor(values[-1] / step) + 1)]
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, turn: int = 0) -> str:
@@ -77,7 +93,8 @@ def _with_matplotlib(path: Path, title: str, x_label: str, y_label: str, lines: 
     figure = module.Figure(figsize=(8, 4.5))
     axes = figure.subplots()
     for name, line in lines.items():
-        axes.plot([x for x, _ in line], [y for _, y in line], marker="o", label=name)
+        marker = "o" if len(line) <= _MOST_MARKS else None
+        axes.plot([x for x, _ in line], [y for _, y in line], marker=marker, label=name)
     axes.set(title=title, xlabel=x_label, ylabel=y_label, ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -2,14 +2,17 @@
 """The figures of a run."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twinpool.control.rebalance.history import reversals
 from twinpool.control.replay.figures import latency_figures, weighted_spread
 from twinpool.control.replay.trace import Trace
 from twinpool.control.simulate.cluster import Cluster
 from twinpool.control.simulate.job import Job, Status
 from twinpool.control.simulate.policies import make_router
 from twinpool.control.simulate.setup import Setup
+from twinpool.control.simulate.worker import Worker
 
 Figures = dict[str, object]
 
@@ -24,6 +27,10 @@ class Run:
 
 def simulate(trace: Trace, setup: Setup, policy: str) -> Run:
     """Runs a trace through a policy and returns its figures. Raises ValueError for an unknown policy."""
+    if setup.rebalance is not None and policy != "ours":
+        raise ValueError(
+            f"policy {policy!r} knows no worker that changes its role; allowed with a rebalancer: ours"
+        )
     router = make_router(policy, setup)
     cluster = Cluster(trace, setup, router)
     cluster.run()
@@ -47,6 +54,7 @@ def figures_of(cluster: Cluster) -> Figures:
         "transfer_bytes": cluster.links.bytes,
         "transfers": cluster.links.transfers,
         "events": cluster.clock.calls,
+        **_flips(cluster),
     }
 
 
@@ -76,14 +84,55 @@ def _hits(job: Job) -> int:
 def _balance(cluster: Cluster) -> Figures:
     """Imbalance: the most loaded prefill worker over the mean, by prompt tokens computed and by seconds of steps."""
     workers = list(cluster.prefill.values())
+    past = _former(cluster)
     tokens = [worker.computed_tokens for worker in workers]
     seconds = [worker.busy_seconds for worker in workers]
     now = cluster.clock.now or 1.0
     return {
         "imbalance": max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0,
         "imbalance_seconds": max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0,
-        "prefill_utilisation": sum(seconds) / len(seconds) / now if seconds else 0.0,
-        "decode_utilisation": sum(worker.busy_seconds for worker in cluster.decode.values())
-        / max(1, len(cluster.decode))
-        / now,
+        "prefill_utilisation": _utilisation([*workers, *past], "prefill", now),
+        "decode_utilisation": _utilisation([*cluster.decode.values(), *past], "decode", now),
     }
+
+
+def _former(cluster: Cluster) -> list[Worker]:
+    """Workers as they were in roles that they have given up."""
+    found = []
+    for worker in [*cluster.prefill.values(), *cluster.decode.values()]:
+        former = worker.former
+        while former is not None:
+            found.append(former)
+            former = former.former
+    return found
+
+
+def _utilisation(workers: Sequence[Worker], role: str, now: float) -> float:
+    """Share of the time in the role that was spent in steps."""
+    chosen = [worker for worker in workers if worker.role == role]
+    seconds = sum(
+        (now if worker.role_until < 0 else worker.role_until) - worker.role_since for worker in chosen
+    )
+    return sum(worker.busy_seconds for worker in chosen) / seconds if seconds else 0.0
+
+
+def _flips(cluster: Cluster) -> Figures:
+    """What the rebalancer did."""
+    rebalancer = cluster.rebalancer
+    if rebalancer is None:
+        return {}
+    begun = zip(cluster.flips.log, rebalancer.flips, strict=True)
+    flips = [
+        {
+            "at": flip.began,
+            "worker": flip.worker,
+            "to": flip.to,
+            "drain_seconds": flip.drained - flip.began if flip.drained >= 0 else None,
+            "seconds": flip.ended - flip.began if flip.ended >= 0 else None,
+            "succeeded": flip.succeeded,
+            "reason": decision.reason,
+            "message": decision.message,
+        }
+        for flip, decision in begun
+    ]
+    return {"flips": flips, "reversals": reversals(rebalancer.history.moves)}

@@ -44,7 +44,14 @@ class Router(Protocol):
         ...
 
     def worker_up(self, now: float, worker: Worker, num_blocks: int) -> None:
-        """A worker can be chosen from now on; its cache is empty."""
+        """A worker can be chosen from now on. Its cache is empty, unless it was known in another role."""
+
+    def worker_leaves(self, now: float, worker: Worker) -> None:
+        """The worker gets no new work: it is about to change its role. ``worker_up`` follows with the new one."""
+
+    def backlog(self) -> tuple[int, int]:
+        """Requests that wait in the router, and their prompt tokens."""
+        ...
 
     def worker_down(self, now: float, worker: Worker) -> None:
         """A worker is gone, and all that it held."""

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from twinpool.config import RebalanceSection
 from twinpool.control.replay.figures import Objectives
 from twinpool.control.simulate.faults import Fault
 from twinpool.control.simulate.model import WorkerModel
@@ -30,6 +31,10 @@ class Setup:
     """Options of the router core's AdmissionConfig."""
     horizon: float = float("inf")
     """Requests that would come later, in virtual seconds, are not sent."""
+    rebalance: RebalanceSection | None = None
+    """Workers change their roles by the rebalancer's policy; None: they keep them."""
+    flip_seconds: float = 2.0
+    """What a change of role takes once nothing runs on the worker."""
     max_new_tokens: int = 1
     """What every client asks for; the longest answer of the trace."""
 

@@ -58,6 +58,13 @@ class Worker(ABC):
         self.slowness = 1.0
         """Factor on every step."""
         self.alive = True
+        self.flipping = False
+        """It takes no new work, to get the other role."""
+        self.role_since = host.clock.now
+        self.role_until = -1.0
+        """When it got another role; negative: it has this one yet."""
+        self.former: Worker | None = None
+        """The same worker in the role that it had before."""
         self.busy_seconds = 0.0
         self.computed_tokens = 0
         """Prompt tokens computed."""
@@ -67,6 +74,16 @@ class Worker(ABC):
     def kill(self) -> None:
         """Stops at once; whatever it planned does not happen."""
         self.alive = False
+        if self.former is not None:
+            self.former.kill()
+
+    def take_over(self, former: "Worker") -> None:
+        """This is the same worker in another role: its cache, with all that is in it, and its speed stay."""
+        self.former = former
+        former.role_until = self.host.clock.now
+        self.cache = former.cache
+        self.cache.tell(self._cache_event)
+        self.slowness = former.slowness
 
     @abstractmethod
     def answers_at(self) -> float:

@@ -6,6 +6,7 @@ from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to
 from twinpool.config.model import TwinpoolConfig
 from twinpool.config.page import config_schema
 from twinpool.config.pools import ControlSection, PoolsSection
+from twinpool.config.rebalance import RebalanceSection
 from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "MetricsConfig",
     "ModelSection",
     "PoolsSection",
+    "RebalanceSection",
     "RouterSection",
     "RpcConfig",
     "SchedulerSection",

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from twinpool.config.audit import AuditConfig
 from twinpool.config.base import Section
 from twinpool.config.pools import ControlSection, PoolsSection, broken_pool_rules
+from twinpool.config.rebalance import RebalanceSection, rebalance_rules
 from twinpool.config.router import RouterSection
 from twinpool.config.sections import (
     ClusterConfig,
@@ -60,6 +61,7 @@ class TwinpoolConfig(BaseSettings):
     sessions: SessionsSection = Field(default_factory=SessionsSection)
     pools: PoolsSection = Field(default_factory=PoolsSection)
     control: ControlSection = Field(default_factory=ControlSection)
+    rebalance: RebalanceSection = Field(default_factory=RebalanceSection)
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     tls: TlsConfig = Field(default_factory=TlsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
@@ -123,6 +125,7 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
             f"router.max_prompt_tokens = {router.max_prompt_tokens}, which takes up to {wire} bytes between router and worker"
         )
     yield from broken_pool_rules(config.pools)
+    yield from rebalance_rules(config.rebalance)
     yield from _file_rules(config)
 
 

@@ -60,6 +60,9 @@ METHODS: Final = {
     "ControlService/ScalePool": Audited(True, "pool", ("prefill", "decode", "timeout", "force")),
     "ControlService/CordonWorker": Audited(True, "worker"),
     "ControlService/UncordonWorker": Audited(True, "worker"),
+    "ControlService/RebalancePool": Audited(
+        True, "pool", ("prefill", "decode", "auto", "dry_run", "timeout")
+    ),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),

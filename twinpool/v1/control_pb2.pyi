@@ -38,6 +38,8 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     """The worker changes its role."""
     OPERATION_KIND_SCALE: _OperationKind.ValueType  # 4
     """The pool gets another number of workers."""
+    OPERATION_KIND_REBALANCE: _OperationKind.ValueType  # 5
+    """Workers of a pool change their roles, one after the other; each is an operation of its own."""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
     """What an operation does."""
@@ -52,6 +54,8 @@ OPERATION_KIND_FLIP: OperationKind.ValueType  # 3
 """The worker changes its role."""
 OPERATION_KIND_SCALE: OperationKind.ValueType  # 4
 """The pool gets another number of workers."""
+OPERATION_KIND_REBALANCE: OperationKind.ValueType  # 5
+"""Workers of a pool change their roles, one after the other; each is an operation of its own."""
 Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
 
 class _OperationState:
@@ -177,7 +181,9 @@ class OperationStep(_message.Message):
     DONE_AT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ask", "leave", "end", "start" or "ready"; of a flip "ask", "drain" or "commit"; of a scale "write" or "converge"."""
+    """"ask", "leave", "end", "start" or "ready"; of a flip "write", "ask", "drain" or "commit"; of a scale "write" or "converge"; of a
+    rebalance "flip" or "scale".
+    """
     detail: _builtins.str
     """What it waits for, if it is known; for people."""
     @_builtins.property
@@ -227,6 +233,7 @@ class Operation(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its name."""
     kind: Global___OperationKind.ValueType
@@ -246,9 +253,9 @@ class Operation(_message.Message):
     reason: _builtins.str
     """Why, for people."""
     prefill: _builtins.int
-    """Of a scale: prefill workers that are wanted."""
+    """Of a scale, or a flip of a pool's own worker: prefill workers that are wanted then."""
     decode: _builtins.int
-    """Of a scale: decode workers that are wanted."""
+    """The same of decode workers."""
     epoch: _builtins.int
     """Of a flip: the worker's epoch when it began."""
     @_builtins.property
@@ -271,6 +278,10 @@ class Operation(_message.Message):
     def successor(self) -> _worker_pb2.WorkerId:
         """The worker that has taken the place, once it is ready."""
 
+    @_builtins.property
+    def plan(self) -> Global___RebalancePlan:
+        """Of a rebalance: what it does."""
+
     def __init__(
         self,
         *,
@@ -291,14 +302,230 @@ class Operation(_message.Message):
         prefill: _builtins.int = ...,
         decode: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        plan: Global___RebalancePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "plan", b"plan", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "decode", b"decode", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "pool", b"pool", "prefill", b"prefill", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "decode", b"decode", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "plan", b"plan", "pool", b"pool", "prefill", b"prefill", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
+
+@_typing.final
+class RebalancePoolRequest(_message.Message):
+    """Asks to split a pool's workers anew. With neither numbers nor auto the policy chooses the split."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool; empty: the only one."""
+    prefill: _builtins.int
+    """Prefill workers that it should have."""
+    decode: _builtins.int
+    """Decode workers that it should have."""
+    auto: _builtins.bool
+    """Whether the control process shall rebalance the pool by itself from now on. Not together with numbers."""
+    dry_run: _builtins.bool
+    """Only plan."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long each worker's requests may take; unset: as the worker is configured."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+        auto: _builtins.bool | None = ...,
+        dry_run: _builtins.bool = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_auto", b"_auto", "_decode", b"_decode", "_prefill", b"_prefill", "auto", b"auto", "decode", b"decode", "prefill", b"prefill", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_auto", b"_auto", "_decode", b"_decode", "_prefill", b"_prefill", "auto", b"auto", "decode", b"decode", "dry_run", b"dry_run", "pool", b"pool", "prefill", b"prefill", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__auto: _TypeAlias = _typing.Literal["auto"]  # noqa: Y015
+    _WhichOneofArgType__auto: _TypeAlias = _typing.Literal["_auto", b"_auto"]  # noqa: Y015
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__auto) -> _WhichOneofReturnType__auto | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___RebalancePoolRequest: _TypeAlias = RebalancePoolRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceMove(_message.Message):
+    """One worker's change of role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    TARGET_ROLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    target_role: _worker_pb2.Role.ValueType
+    """The role that it gets."""
+    reason: _builtins.str
+    """Why this one."""
+    @_builtins.property
+    def worker(self) -> _worker_pb2.WorkerId:
+        """Who."""
+
+    def __init__(
+        self,
+        *,
+        worker: _worker_pb2.WorkerId | None = ...,
+        target_role: _worker_pb2.Role.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "target_role", b"target_role", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceMove: _TypeAlias = RebalanceMove  # noqa: Y015
+
+@_typing.final
+class RebalanceEffect(_message.Message):
+    """What a plan is expected to change, as far as the load is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_UTILISATION_FIELD_NUMBER: _builtins.int
+    DECODE_UTILISATION_FIELD_NUMBER: _builtins.int
+    PREFILL_UTILISATION_AFTER_FIELD_NUMBER: _builtins.int
+    DECODE_UTILISATION_AFTER_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    SERVED_AFTER_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    prefill_utilisation: _builtins.float
+    """Share of the capacity within the objectives that prefill needs, now: 1 is all of it."""
+    decode_utilisation: _builtins.float
+    """The same of decode."""
+    prefill_utilisation_after: _builtins.float
+    """Prefill, afterwards."""
+    decode_utilisation_after: _builtins.float
+    """Decode, afterwards."""
+    served: _builtins.float
+    """Share of requests that the pool has capacity for, now."""
+    served_after: _builtins.float
+    """Afterwards."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long the moves take."""
+
+    def __init__(
+        self,
+        *,
+        prefill_utilisation: _builtins.float = ...,
+        decode_utilisation: _builtins.float = ...,
+        prefill_utilisation_after: _builtins.float = ...,
+        decode_utilisation_after: _builtins.float = ...,
+        served: _builtins.float = ...,
+        served_after: _builtins.float = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_utilisation", b"decode_utilisation", "decode_utilisation_after", b"decode_utilisation_after", "duration", b"duration", "prefill_utilisation", b"prefill_utilisation", "prefill_utilisation_after", b"prefill_utilisation_after", "served", b"served", "served_after", b"served_after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceEffect: _TypeAlias = RebalanceEffect  # noqa: Y015
+
+@_typing.final
+class RebalancePlan(_message.Message):
+    """What is to be done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EFFECT_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    """Prefill workers afterwards."""
+    decode: _builtins.int
+    """Decode workers afterwards."""
+    added: _builtins.int
+    """Workers to be started or taken out, where the sum changes."""
+    reason: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___RebalanceMove]:
+        """Flips, in their order."""
+
+    @_builtins.property
+    def effect(self) -> Global___RebalanceEffect:
+        """Unset: the pool's load is not known."""
+
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+        moves: _abc.Iterable[Global___RebalanceMove] | None = ...,
+        added: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        effect: Global___RebalanceEffect | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["effect", b"effect"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "decode", b"decode", "effect", b"effect", "moves", b"moves", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePlan: _TypeAlias = RebalancePlan  # noqa: Y015
+
+@_typing.final
+class RebalancePoolResponse(_message.Message):
+    """The plan, and what has begun of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
+    auto: _builtins.bool
+    """Whether the control process rebalances the pool by itself."""
+    @_builtins.property
+    def plan(self) -> Global___RebalancePlan:
+        """What is to be done; no moves: nothing."""
+
+    @_builtins.property
+    def operation(self) -> Global___Operation:
+        """The operation that does it; unset: a dry run, or nothing to do."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___RebalancePlan | None = ...,
+        operation: Global___Operation | None = ...,
+        auto: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "operation", b"operation", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePoolResponse: _TypeAlias = RebalancePoolResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):

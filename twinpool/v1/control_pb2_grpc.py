@@ -100,6 +100,11 @@ class ControlServiceStub:
                 request_serializer=twinpool_dot_v1_dot_control__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_control__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.RebalancePool = channel.unary_unary(
+                '/twinpool.v1.ControlService/RebalancePool',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -197,6 +202,14 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RebalancePool(self, request, context):
+        """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+        rebalanced by the control process itself, or not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -264,6 +277,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=twinpool_dot_v1_dot_control__pb2.WatchEventsRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_control__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'RebalancePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebalancePool,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -618,6 +636,33 @@ class ControlService:
             '/twinpool.v1.ControlService/WatchEvents',
             twinpool_dot_v1_dot_control__pb2.WatchEventsRequest.SerializeToString,
             twinpool_dot_v1_dot_control__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebalancePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/RebalancePool',
+            twinpool_dot_v1_dot_control__pb2.RebalancePoolRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.RebalancePoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,10 @@ class ControlServiceStub:
     """What has happened, the oldest first."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchEventsRequest, _control_pb2.WatchEventsResponse]
     """What has happened, as ListEvents, then what happens."""
+    RebalancePool: _grpc.UnaryUnaryMultiCallable[_control_pb2.RebalancePoolRequest, _control_pb2.RebalancePoolResponse]
+    """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+    rebalanced by the control process itself, or not.
+    """
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -91,6 +95,10 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """What has happened, the oldest first."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_control_pb2.WatchEventsRequest, _control_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """What has happened, as ListEvents, then what happens."""
+    RebalancePool: _aio.UnaryUnaryMultiCallable[_control_pb2.RebalancePoolRequest, _control_pb2.RebalancePoolResponse]  # type: ignore[assignment]
+    """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+    rebalanced by the control process itself, or not.
+    """
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call. The control process serves it."""
@@ -198,5 +206,15 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchEventsResponse], _abc.AsyncIterator[_control_pb2.WatchEventsResponse]]:
         """What has happened, as ListEvents, then what happens."""
+
+    @_abc_1.abstractmethod
+    def RebalancePool(
+        self,
+        request: _control_pb2.RebalancePoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RebalancePoolResponse, _abc.Awaitable[_control_pb2.RebalancePoolResponse]]:
+        """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
+        rebalanced by the control process itself, or not.
+        """
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -102,6 +102,14 @@ class Dispatcher(ABC):
         pool = self.prefill if worker.role == "prefill" else self.decode
         pool[worker.name] = Known(worker, self._order)
 
+    def worker_leaves(self, now: float, worker: Worker) -> None:
+        """See Router."""
+        raise RuntimeError("only the router core lets workers change their roles")
+
+    def backlog(self) -> tuple[int, int]:
+        """See Router."""
+        return len(self._queue), sum(job.request.input_length for job in self._queue)
+
     def worker_down(self, now: float, worker: Worker) -> None:
         """See Router."""
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.name)

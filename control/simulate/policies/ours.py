@@ -38,18 +38,30 @@ class CoreRouter:
     def worker_up(self, now: float, worker: Worker, num_blocks: int) -> None:
         """See Router."""
         self._workers[worker.name, worker.incarnation] = worker
+        self._upsert(now, worker, "ready", num_blocks)
+
+    def worker_leaves(self, now: float, worker: Worker) -> None:
+        """See Router. What it holds stays in the index."""
+        self._upsert(now, worker, "flipping", worker.cache.num_blocks)
+
+    def _upsert(self, now: float, worker: Worker, state: str, num_blocks: int) -> None:
         self.core.upsert_worker(
             now,
             worker.name,
             worker.incarnation,
             _POOL,
             worker.role,
-            "ready",
+            state,
             _FINGERPRINT,
             num_blocks,
             self._block_tokens,
             self._max_num_seqs,
         )
+
+    def backlog(self) -> tuple[int, int]:
+        """See Router."""
+        stats = self.core.stats()
+        return stats["queued"], stats["queued_tokens"]
 
     def worker_down(self, now: float, worker: Worker) -> None:
         """See Router."""
