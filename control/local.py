@@ -20,7 +20,9 @@ import psutil
 
 from twinpool.client import Client
 from twinpool.config import TwinpoolConfig, to_env
+from twinpool.control.console.server import Console
 from twinpool.control.operations import Operations
+from twinpool.control.overview.collect import Collector
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
@@ -55,6 +57,8 @@ class LocalCluster:
         self._routers: list[subprocess.Popen[bytes]] = []
         self._control: ControlServer | None = None
         self._operations: Operations | None = None
+        self._collector: Collector | None = None
+        self._console: Console | None = None
         self.router_endpoints: list[str] = []
         self.http_endpoints: list[str] = []
 
@@ -72,6 +76,11 @@ class LocalCluster:
     def control_endpoint(self) -> str:
         """Where the ControlService listens: host:port."""
         return self._control.endpoint if self._control else ""
+
+    @property
+    def console_url(self) -> str:
+        """Where the console page is; empty: nowhere."""
+        return self._console.url if self._console else ""
 
     @property
     def worker_endpoints(self) -> list[str]:
@@ -142,13 +151,21 @@ class LocalCluster:
         for endpoint in self.router_endpoints:
             await _unless(self._wait_serving(endpoint), stopping)
         self._operations.resume()
-        self._control = ControlServer(self.config, self._view, self._operations)
+        self._collector = Collector(self.config, self._view, self._operations.all)
+        self._control = ControlServer(self.config, self._view, self._operations, self._collector)
         await self._control.start()
+        if self.config.control.http_port >= 0:
+            self._console = Console(self.config, self._collector, self._operations.all)
+            await self._console.start()
 
     async def stop(self) -> None:
         """Ends everything in the reverse order of its start. Never raises; each step is bounded."""
+        if self._console is not None:
+            await _quietly("console", self._console.stop())
         if self._control is not None:
             await _quietly("control", self._control.stop())
+        if self._collector is not None:
+            await _quietly("collector", self._collector.close())
         if self._operations is not None:
             await _quietly("operations", self._operations.stop())
         await _quietly("routers", asyncio.to_thread(self._stop_routers))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from twinpool import logs, rpc
 from twinpool.config import TwinpoolConfig
+from twinpool.control.console.server import Console
 from twinpool.control.operations import Operations
+from twinpool.control.overview.collect import Collector
 from twinpool.control.pools import RayPools
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
@@ -34,7 +36,9 @@ async def _control(config: TwinpoolConfig) -> int:
     operations = Operations(
         store, config, view, pools, partial(channel, config=config.rpc, tls=config.tls, role="worker")
     )
-    server = ControlServer(config, view, operations)
+    collector = Collector(config, view, operations.all)
+    server = ControlServer(config, view, operations, collector)
+    console = Console(config, collector, operations.all) if config.control.http_port >= 0 else None
     try:
         await view.start()
         if not await _loaded(operations, stopping):
@@ -43,7 +47,9 @@ async def _control(config: TwinpoolConfig) -> int:
         await pools.launch(operations.retired)
         operations.resume()
         await server.start()
-        log.info("control_serving", endpoint=server.endpoint)
+        if console is not None:
+            await console.start()
+        log.info("control_serving", endpoint=server.endpoint, console=console.url if console else "")
         while not stopping.is_set():
             pools.check()
             try:
@@ -52,7 +58,10 @@ async def _control(config: TwinpoolConfig) -> int:
                 continue
         return 0
     finally:
+        if console is not None:
+            await console.stop()
         await server.stop()
+        await collector.close()
         await operations.stop()
         await pools.stop()
         await view.stop()

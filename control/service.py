@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Final
 
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
 from twinpool.control.operations import Operations
+from twinpool.control.overview.collect import Collector
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.rpc import AuditLog, Server, join_address
@@ -18,13 +22,19 @@ SERVICE = "twinpool.v1.ControlService"
 STOP_GRACE_SECONDS = 1.0
 TIMEOUT_SECONDS_MAX = 86400.0
 
+INTERVAL_SECONDS: Final = 1.0
+INTERVAL_SECONDS_MIN: Final = 0.2
+INTERVAL_SECONDS_MAX: Final = 60.0
+
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Answers from the view of the store."""
 
-    def __init__(self, view: ClusterView, operations: Operations) -> None:
+    def __init__(self, view: ClusterView, operations: Operations, collector: Collector) -> None:
         self._view = view
+        self._collector = collector
         self._operations = operations
+        self._stopping = asyncio.Event()
 
     async def ListWorkers(
         self,
@@ -70,6 +80,39 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """All that are known."""
         return control_pb2.ListOperationsResponse(operations=self._operations.all())
 
+    async def GetOverview(
+        self,
+        request: control_pb2.GetOverviewRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.GetOverviewResponse:
+        """See ``Collector.overview``."""
+        return control_pb2.GetOverviewResponse(overview=await self._collector.overview(request.pool))
+
+    async def WatchOverview(
+        self,
+        request: control_pb2.WatchOverviewRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[control_pb2.WatchOverviewResponse]:
+        """The first one at once, then one each interval, until the caller ends it or this process stops."""
+        interval = _interval(request)
+        while not self._stopping.is_set():
+            overview = await self._collector.overview(request.pool)
+            yield control_pb2.WatchOverviewResponse(overview=overview)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), interval)
+
+    async def ListRequests(
+        self,
+        request: control_pb2.ListRequestsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ListRequestsResponse:
+        """See ``Collector.requests``."""
+        return await self._collector.requests(request)
+
+    def stop(self) -> None:
+        """Ends the streams."""
+        self._stopping.set()
+
 
 def _seconds(request: control_pb2.DrainWorkerRequest | control_pb2.RestartWorkerRequest) -> float | None:
     """The timeout that was asked for. Raises INVALID_ARGUMENT."""
@@ -83,15 +126,29 @@ def _seconds(request: control_pb2.DrainWorkerRequest | control_pb2.RestartWorker
     return seconds
 
 
+def _interval(request: control_pb2.WatchOverviewRequest) -> float:
+    """Seconds between two overviews. Raises INVALID_ARGUMENT."""
+    if not request.HasField("interval"):
+        return INTERVAL_SECONDS
+    seconds = request.interval.ToNanoseconds() / 1e9
+    if not INTERVAL_SECONDS_MIN <= seconds <= INTERVAL_SECONDS_MAX:
+        raise TwinpoolError(
+            "INVALID_ARGUMENT",
+            f"interval: {seconds:g} s is not in {INTERVAL_SECONDS_MIN:g}..{INTERVAL_SECONDS_MAX:g}",
+        )
+    return seconds
+
+
 class ControlServer:
     """The gRPC server of the control process."""
 
-    def __init__(self, config: TwinpoolConfig, view: ClusterView, operations: Operations) -> None:
+    def __init__(
+        self, config: TwinpoolConfig, view: ClusterView, operations: Operations, collector: Collector
+    ) -> None:
         self._config = config
+        self._servicer = ControlServicer(view, operations, collector)
         self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
-        self._server.add(
-            SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, ControlServicer(view, operations)
-        )
+        self._server.add(SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, self._servicer)
         self.endpoint = ""
 
     async def start(self) -> None:
@@ -103,4 +160,5 @@ class ControlServer:
 
     async def stop(self) -> None:
         """Stops to serve."""
+        self._servicer.stop()
         await self._server.stop(STOP_GRACE_SECONDS)

@@ -8,6 +8,7 @@ from typing import Final
 from prometheus_client import Histogram
 
 from twinpool import metrics
+from twinpool.router.recent import Recent
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -36,11 +37,24 @@ class HopClock:
     """Where the time went. Every moment between arrival and the last mark belongs to exactly one hop; what a failed
     attempt took stays with the hops that it reached, and the time until it was placed anew with the queue."""
 
-    __slots__ = ("_arrival", "_first_token", "_last", "_span", "_spent", "_tokens_at")
+    __slots__ = (
+        "_arrival",
+        "_first_token",
+        "_last",
+        "_prompt_tokens",
+        "_recent",
+        "_span",
+        "_spent",
+        "_tokens_at",
+    )
 
-    def __init__(self, arrival: float, tokenized: float, span: Span = OFF) -> None:
-        """Both in ``time.monotonic`` seconds. ``span`` gets a child for each hop."""
+    def __init__(
+        self, arrival: float, tokenized: float, prompt_tokens: int, recent: Recent, span: Span = OFF
+    ) -> None:
+        """The first two in ``time.monotonic`` seconds. ``recent`` hears what clients wait; ``span`` gets a child for each hop."""
         self._span = span
+        self._recent = recent
+        self._prompt_tokens = prompt_tokens
         self._arrival = arrival
         self._last = arrival
         self._spent: dict[str, float] = {}
@@ -63,10 +77,10 @@ class HopClock:
         now = time.monotonic()
         before, self._tokens_at = self._tokens_at, now
         if before:
-            metrics.ROUTER_ITL.observe(now - before)
+            self._recent.next_tokens(now - before)
             return False
         self._first_token = now - self._arrival
-        metrics.ROUTER_TTFT.observe(self._first_token)
+        self._recent.first_token(self._first_token, self._prompt_tokens)
         return True
 
     def finish(self, tokens: int) -> pb.HopTimings:

@@ -5,7 +5,7 @@ import grpc
 import typer
 
 from twinpool.client import Client
-from twinpool.control.cli import drain, prefixes
+from twinpool.control.cli import drain, prefixes, requests
 from twinpool.control.cli.output import Format, FormatOption, emit_rows
 from twinpool.control.cli.target import (
     ClusterOption,
@@ -23,6 +23,7 @@ app = typer.Typer(help="List what the cluster has.", no_args_is_help=True)
 app.command()(prefixes.prefixes)
 app.command()(prefixes.conditions)
 app.command()(drain.operations)
+app.command()(requests.requests)
 
 
 @app.command()

@@ -56,6 +56,7 @@ class Audited:
 METHODS: Final = {
     "ControlService/DrainWorker": Audited(True, "worker", ("timeout",)),
     "ControlService/RestartWorker": Audited(True, "worker", ("timeout",)),
+    "ControlService/ListRequests": Audited(False, "router", ("state", "pool")),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),

@@ -24,52 +24,75 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from twinpool.v1 import telemetry_pb2 as twinpool_dot_v1_dot_telemetry__pb2
 from twinpool.v1 import worker_pb2 as twinpool_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinpool/v1/control.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18twinpool/v1/worker.proto\"x\n\rOperationStep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x08\x62\x65gan_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07\x64one_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x83\x03\n\tOperation\x12\n\n\x02id\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.OperationKind\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x1f\n\x04role\x18\x05 \x01(\x0e\x32\x11.twinpool.v1.Role\x12*\n\x05state\x18\x06 \x01(\x0e\x32\x1b.twinpool.v1.OperationState\x12)\n\x05steps\x18\x07 \x03(\x0b\x32\x1a.twinpool.v1.OperationStep\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65rror\x18\n \x01(\t\x12(\n\tsuccessor\x18\x0b \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"P\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x13\x44rainWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"R\n\x14RestartWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x15RestartWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"!\n\x13GetOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t\"A\n\x14GetOperationResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"\x17\n\x15ListOperationsRequest\"D\n\x16ListOperationsResponse\x12*\n\noperations\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.Operation\"\xec\x04\n\x0cWorkerRecord\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\t \x01(\t\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x0b \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0c \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x0e \x01(\r\x12\x12\n\nvocab_size\x18\x0f \x01(\r\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x12\n\nmodel_path\x18\x11 \x01(\t\x12\x0b\n\x03pid\x18\x12 \x01(\r\x12.\n\nstarted_at\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x65vents_endpoint\x18\x14 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x15 \x01(\t\x12,\n\x0cprefill_cost\x18\x17 \x01(\x0b\x32\x16.twinpool.v1.CostModel\x12)\n\tstep_cost\x18\x18 \x01(\x0b\x32\x16.twinpool.v1.CostModel\"P\n\tCostModel\x12\x14\n\x0c\x62\x61se_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cunit_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x63ontext_seconds\x18\x03 \x01(\x01\"\xb1\x01\n\x0cRouterRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rhttp_endpoint\x18\x07 \x01(\t\"\"\n\x12ListWorkersRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.WorkerRecord*e\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_KIND_DRAIN\x10\x01\x12\x1a\n\x16OPERATION_KIND_RESTART\x10\x02*\x89\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x01\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x02\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x03*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x19\n\x15WORKER_STATE_FLIPPING\x10\x04\x12\x18\n\x14WORKER_STATE_UNREADY\x10\x05\x32\xbc\x03\n\x0e\x43ontrolService\x12P\n\x0bListWorkers\x12\x1f.twinpool.v1.ListWorkersRequest\x1a .twinpool.v1.ListWorkersResponse\x12P\n\x0b\x44rainWorker\x12\x1f.twinpool.v1.DrainWorkerRequest\x1a .twinpool.v1.DrainWorkerResponse\x12V\n\rRestartWorker\x12!.twinpool.v1.RestartWorkerRequest\x1a\".twinpool.v1.RestartWorkerResponse\x12S\n\x0cGetOperation\x12 .twinpool.v1.GetOperationRequest\x1a!.twinpool.v1.GetOperationResponse\x12Y\n\x0eListOperations\x12\".twinpool.v1.ListOperationsRequest\x1a#.twinpool.v1.ListOperationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinpool/v1/control.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1btwinpool/v1/telemetry.proto\x1a\x18twinpool/v1/worker.proto\"x\n\rOperationStep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x08\x62\x65gan_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07\x64one_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x83\x03\n\tOperation\x12\n\n\x02id\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.OperationKind\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x1f\n\x04role\x18\x05 \x01(\x0e\x32\x11.twinpool.v1.Role\x12*\n\x05state\x18\x06 \x01(\x0e\x32\x1b.twinpool.v1.OperationState\x12)\n\x05steps\x18\x07 \x03(\x0b\x32\x1a.twinpool.v1.OperationStep\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65rror\x18\n \x01(\t\x12(\n\tsuccessor\x18\x0b \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"P\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x13\x44rainWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"R\n\x14RestartWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x15RestartWorkerResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"!\n\x13GetOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t\"A\n\x14GetOperationResponse\x12)\n\toperation\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.Operation\"\x17\n\x15ListOperationsRequest\"D\n\x16ListOperationsResponse\x12*\n\noperations\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.Operation\"\xec\x04\n\x0cWorkerRecord\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\t \x01(\t\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x0b \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0c \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x0e \x01(\r\x12\x12\n\nvocab_size\x18\x0f \x01(\r\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x12\n\nmodel_path\x18\x11 \x01(\t\x12\x0b\n\x03pid\x18\x12 \x01(\r\x12.\n\nstarted_at\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x65vents_endpoint\x18\x14 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x15 \x01(\t\x12,\n\x0cprefill_cost\x18\x17 \x01(\x0b\x32\x16.twinpool.v1.CostModel\x12)\n\tstep_cost\x18\x18 \x01(\x0b\x32\x16.twinpool.v1.CostModel\"P\n\tCostModel\x12\x14\n\x0c\x62\x61se_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cunit_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x63ontext_seconds\x18\x03 \x01(\x01\"\xb1\x01\n\x0cRouterRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x18\n\x10metrics_endpoint\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rhttp_endpoint\x18\x07 \x01(\t\"\"\n\x12ListWorkersRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.WorkerRecord\"\xa3\x03\n\x08Overview\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12&\n\x05pools\x18\x03 \x03(\x0b\x32\x17.twinpool.v1.PoolStatus\x12*\n\x07workers\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.WorkerStatus\x12*\n\x07routers\x18\x05 \x03(\x0b\x32\x19.twinpool.v1.RouterStatus\x12*\n\noperations\x18\x06 \x03(\x0b\x32\x16.twinpool.v1.Operation\x12\x38\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x1b.twinpool.v1.LatencySummary\x12\x38\n\x13inter_token_latency\x18\x08 \x01(\x0b\x32\x1b.twinpool.v1.LatencySummary\x12>\n\x19short_time_to_first_token\x18\t \x01(\x0b\x32\x1b.twinpool.v1.LatencySummary\"B\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12&\n\x05roles\x18\x02 \x03(\x0b\x32\x17.twinpool.v1.RoleStatus\"\x9e\x03\n\nRoleStatus\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\x14\n\x07\x64\x65sired\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nregistered\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x10\n\x08\x66lipping\x18\x07 \x01(\r\x12\x0f\n\x07unready\x18\x08 \x01(\r\x12\x13\n\x0bunreachable\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x13\n\x0butilization\x18\x0c \x01(\x01\x12\x19\n\x11utilization_swing\x18\r \x01(\x01\x12\x10\n\x08kv_usage\x18\x0e \x01(\x01\x12 \n\x18prompt_tokens_per_second\x18\x0f \x01(\x01\x12$\n\x1cgeneration_tokens_per_second\x18\x10 \x01(\x01\x12\x15\n\x08hit_rate\x18\x11 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_desiredB\x0b\n\t_hit_rate\"\xdd\x02\n\x0cWorkerStatus\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.twinpool.v1.WorkerRecord\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12,\n\x06\x63ounts\x18\x04 \x01(\x0b\x32\x1c.twinpool.v1.InspectResponse\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06window\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0butilization\x18\x07 \x01(\x01\x12 \n\x18prompt_tokens_per_second\x18\x08 \x01(\x01\x12$\n\x1cgeneration_tokens_per_second\x18\t \x01(\x01\x12\x15\n\x08hit_rate\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_hit_rate\"\xb4\x01\n\x0cRouterStatus\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.twinpool.v1.RouterRecord\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12/\n\ttelemetry\x18\x04 \x01(\x0b\x32\x1c.twinpool.v1.RouterTelemetry\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x12GetOverviewRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\">\n\x13GetOverviewResponse\x12\'\n\x08overview\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.Overview\"Q\n\x14WatchOverviewRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12+\n\x08interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x15WatchOverviewResponse\x12\'\n\x08overview\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.Overview\"Q\n\x13ListRequestsRequest\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\r\n\x05limit\x18\x04 \x01(\r\"i\n\x14ListRequestsResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.twinpool.v1.RequestSummary\x12\r\n\x05\x66ound\x18\x02 \x01(\r\x12\x13\n\x0bunreachable\x18\x03 \x03(\t*e\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_KIND_DRAIN\x10\x01\x12\x1a\n\x16OPERATION_KIND_RESTART\x10\x02*\x89\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x01\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x02\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x03*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x19\n\x15WORKER_STATE_FLIPPING\x10\x04\x12\x18\n\x14WORKER_STATE_UNREADY\x10\x05\x32\xbd\x05\n\x0e\x43ontrolService\x12P\n\x0bListWorkers\x12\x1f.twinpool.v1.ListWorkersRequest\x1a .twinpool.v1.ListWorkersResponse\x12P\n\x0b\x44rainWorker\x12\x1f.twinpool.v1.DrainWorkerRequest\x1a .twinpool.v1.DrainWorkerResponse\x12V\n\rRestartWorker\x12!.twinpool.v1.RestartWorkerRequest\x1a\".twinpool.v1.RestartWorkerResponse\x12S\n\x0cGetOperation\x12 .twinpool.v1.GetOperationRequest\x1a!.twinpool.v1.GetOperationResponse\x12Y\n\x0eListOperations\x12\".twinpool.v1.ListOperationsRequest\x1a#.twinpool.v1.ListOperationsResponse\x12P\n\x0bGetOverview\x12\x1f.twinpool.v1.GetOverviewRequest\x1a .twinpool.v1.GetOverviewResponse\x12X\n\rWatchOverview\x12!.twinpool.v1.WatchOverviewRequest\x1a\".twinpool.v1.WatchOverviewResponse0\x01\x12S\n\x0cListRequests\x12 .twinpool.v1.ListRequestsRequest\x1a!.twinpool.v1.ListRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATIONKIND']._serialized_start=2130
-  _globals['_OPERATIONKIND']._serialized_end=2231
-  _globals['_OPERATIONSTATE']._serialized_start=2234
-  _globals['_OPERATIONSTATE']._serialized_end=2371
-  _globals['_WORKERSTATE']._serialized_start=2374
-  _globals['_WORKERSTATE']._serialized_end=2548
-  _globals['_OPERATIONSTEP']._serialized_start=133
-  _globals['_OPERATIONSTEP']._serialized_end=253
-  _globals['_OPERATION']._serialized_start=256
-  _globals['_OPERATION']._serialized_end=643
-  _globals['_DRAINWORKERREQUEST']._serialized_start=645
-  _globals['_DRAINWORKERREQUEST']._serialized_end=725
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=727
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=791
-  _globals['_RESTARTWORKERREQUEST']._serialized_start=793
-  _globals['_RESTARTWORKERREQUEST']._serialized_end=875
-  _globals['_RESTARTWORKERRESPONSE']._serialized_start=877
-  _globals['_RESTARTWORKERRESPONSE']._serialized_end=943
-  _globals['_GETOPERATIONREQUEST']._serialized_start=945
-  _globals['_GETOPERATIONREQUEST']._serialized_end=978
-  _globals['_GETOPERATIONRESPONSE']._serialized_start=980
-  _globals['_GETOPERATIONRESPONSE']._serialized_end=1045
-  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1047
-  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1070
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=1072
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=1140
-  _globals['_WORKERRECORD']._serialized_start=1143
-  _globals['_WORKERRECORD']._serialized_end=1763
-  _globals['_COSTMODEL']._serialized_start=1765
-  _globals['_COSTMODEL']._serialized_end=1845
-  _globals['_ROUTERRECORD']._serialized_start=1848
-  _globals['_ROUTERRECORD']._serialized_end=2025
-  _globals['_LISTWORKERSREQUEST']._serialized_start=2027
-  _globals['_LISTWORKERSREQUEST']._serialized_end=2061
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=2063
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=2128
-  _globals['_CONTROLSERVICE']._serialized_start=2551
-  _globals['_CONTROLSERVICE']._serialized_end=2995
+  _globals['_OPERATIONKIND']._serialized_start=4040
+  _globals['_OPERATIONKIND']._serialized_end=4141
+  _globals['_OPERATIONSTATE']._serialized_start=4144
+  _globals['_OPERATIONSTATE']._serialized_end=4281
+  _globals['_WORKERSTATE']._serialized_start=4284
+  _globals['_WORKERSTATE']._serialized_end=4458
+  _globals['_OPERATIONSTEP']._serialized_start=162
+  _globals['_OPERATIONSTEP']._serialized_end=282
+  _globals['_OPERATION']._serialized_start=285
+  _globals['_OPERATION']._serialized_end=672
+  _globals['_DRAINWORKERREQUEST']._serialized_start=674
+  _globals['_DRAINWORKERREQUEST']._serialized_end=754
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=756
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=820
+  _globals['_RESTARTWORKERREQUEST']._serialized_start=822
+  _globals['_RESTARTWORKERREQUEST']._serialized_end=904
+  _globals['_RESTARTWORKERRESPONSE']._serialized_start=906
+  _globals['_RESTARTWORKERRESPONSE']._serialized_end=972
+  _globals['_GETOPERATIONREQUEST']._serialized_start=974
+  _globals['_GETOPERATIONREQUEST']._serialized_end=1007
+  _globals['_GETOPERATIONRESPONSE']._serialized_start=1009
+  _globals['_GETOPERATIONRESPONSE']._serialized_end=1074
+  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1076
+  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1099
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=1101
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=1169
+  _globals['_WORKERRECORD']._serialized_start=1172
+  _globals['_WORKERRECORD']._serialized_end=1792
+  _globals['_COSTMODEL']._serialized_start=1794
+  _globals['_COSTMODEL']._serialized_end=1874
+  _globals['_ROUTERRECORD']._serialized_start=1877
+  _globals['_ROUTERRECORD']._serialized_end=2054
+  _globals['_LISTWORKERSREQUEST']._serialized_start=2056
+  _globals['_LISTWORKERSREQUEST']._serialized_end=2090
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=2092
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=2157
+  _globals['_OVERVIEW']._serialized_start=2160
+  _globals['_OVERVIEW']._serialized_end=2579
+  _globals['_POOLSTATUS']._serialized_start=2581
+  _globals['_POOLSTATUS']._serialized_end=2647
+  _globals['_ROLESTATUS']._serialized_start=2650
+  _globals['_ROLESTATUS']._serialized_end=3064
+  _globals['_WORKERSTATUS']._serialized_start=3067
+  _globals['_WORKERSTATUS']._serialized_end=3416
+  _globals['_ROUTERSTATUS']._serialized_start=3419
+  _globals['_ROUTERSTATUS']._serialized_end=3599
+  _globals['_GETOVERVIEWREQUEST']._serialized_start=3601
+  _globals['_GETOVERVIEWREQUEST']._serialized_end=3635
+  _globals['_GETOVERVIEWRESPONSE']._serialized_start=3637
+  _globals['_GETOVERVIEWRESPONSE']._serialized_end=3699
+  _globals['_WATCHOVERVIEWREQUEST']._serialized_start=3701
+  _globals['_WATCHOVERVIEWREQUEST']._serialized_end=3782
+  _globals['_WATCHOVERVIEWRESPONSE']._serialized_start=3784
+  _globals['_WATCHOVERVIEWRESPONSE']._serialized_end=3848
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=3850
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=3931
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=3933
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=4038
+  _globals['_CONTROLSERVICE']._serialized_start=4461
+  _globals['_CONTROLSERVICE']._serialized_end=5162
 # @@protoc_insertion_point(module_scope)
