@@ -19,6 +19,7 @@ from twinpool.control.cli.kernels import kernels_command
 from twinpool.control.cli.key import key_command
 from twinpool.control.cli.replay import replay_command
 from twinpool.control.cli.simulate import simulate_command
+from twinpool.control.cli.top import top
 from twinpool.control.cli.trace import trace_command
 from twinpool.control.cli.up import down, up
 
@@ -37,6 +38,7 @@ app.command()(chat)
 app.add_typer(get.app, name="get")
 app.command()(drain)
 app.command()(restart)
+app.command()(top)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

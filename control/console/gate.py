@@ -51,9 +51,7 @@ class Gate:
                 f"the console page is not known as {request.host[:64]!r}; see control.http_hosts",
             )
         if self._domain and not roles_in(_names(request), self._domain) & ROLES:
-            raise TwinpoolError(
-                "PERMISSION_DENIED", f"the certificate names no operator of {self._domain}"
-            )
+            raise TwinpoolError("PERMISSION_DENIED", f"the certificate names no operator of {self._domain}")
 
     def note(self, request: web.Request) -> None:
         """Writes down who looks at others' requests."""
@@ -69,7 +67,9 @@ class Gate:
             return
 
     def _ours(self, host: str) -> bool:
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+        name = (
+            host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+        )
         if name in self._hosts:
             return True
         try:

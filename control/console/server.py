@@ -53,6 +53,7 @@ PAGES: Final = {
     "/console.css": ("console.css", "text/css"),
     "/console.js": ("console.js", "text/javascript"),
     "/draw.js": ("draw.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 
 _STATUS: Final = {
@@ -194,9 +195,7 @@ class Console:
 
     async def _turn(self, turn: int) -> bytes:
         asked = pb.ListRequestsRequest(limit=REQUESTS)
-        overview, requests = await asyncio.gather(
-            self._collector.overview(), self._collector.requests(asked)
-        )
+        overview, requests = await asyncio.gather(self._collector.overview(), self._collector.requests(asked))
         parts: dict[str, Any] = {
             "overview": plain(overview),
             "requests": plain(requests),
@@ -206,7 +205,9 @@ class Console:
             parts["prefixes"] = [plain(one) for one in await self._collector.prefixes(PREFIXES)]
             if self._events is not None:
                 parts["events"] = [plain(one) for one in self._events()[:EVENTS]]
-        return b"".join(f"event: {name}\ndata: {json.dumps(part)}\n\n".encode() for name, part in parts.items())
+        return b"".join(
+            f"event: {name}\ndata: {json.dumps(part)}\n\n".encode() for name, part in parts.items()
+        )
 
     # --- around every answer
 

@@ -96,9 +96,7 @@ class Collector:
         limit = min(asked.limit or REQUESTS, REQUESTS_MAX)
         request = router_pb2.ListRouterRequestsRequest(state=asked.state, pool=asked.pool, limit=limit)
 
-        async def ask(
-            connection: grpc.aio.Channel, seconds: float
-        ) -> router_pb2.ListRouterRequestsResponse:
+        async def ask(connection: grpc.aio.Channel, seconds: float) -> router_pb2.ListRouterRequestsResponse:
             stub = router_pb2_grpc.RouterServiceStub(connection)
             return await stub.ListRouterRequests(request, timeout=seconds)
 
@@ -108,7 +106,9 @@ class Collector:
             if not asked.router or record.name == asked.router
         }
         if asked.router and not endpoints:
-            raise TwinpoolError("INVALID_ARGUMENT", f"there is no router {asked.router[:64]!r}", field="router")
+            raise TwinpoolError(
+                "INVALID_ARGUMENT", f"there is no router {asked.router[:64]!r}", field="router"
+            )
         answer = pb.ListRequestsResponse()
         found: list[telemetry_pb2.RequestSummary] = []
         for name, said in (await self._routers.ask(endpoints, ask)).items():
@@ -126,7 +126,9 @@ class Collector:
         request = router_pb2.ListHotPrefixesRequest(limit=limit)
 
         async def ask(connection: grpc.aio.Channel, seconds: float) -> router_pb2.ListHotPrefixesResponse:
-            return await router_pb2_grpc.RouterServiceStub(connection).ListHotPrefixes(request, timeout=seconds)
+            return await router_pb2_grpc.RouterServiceStub(connection).ListHotPrefixes(
+                request, timeout=seconds
+            )
 
         endpoints = {record.name: record.endpoint for record in self._view.routers()}
         known: dict[bytes, telemetry_pb2.HotPrefix] = {}

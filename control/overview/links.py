@@ -35,7 +35,9 @@ class Links:
 
     async def keep(self, endpoints: Collection[str]) -> None:
         """Closes the channels to everybody else."""
-        gone = [self._channels.pop(endpoint) for endpoint in list(self._channels) if endpoint not in endpoints]
+        gone = [
+            self._channels.pop(endpoint) for endpoint in list(self._channels) if endpoint not in endpoints
+        ]
         await asyncio.gather(*(one.close(None) for one in gone))
 
     async def close(self) -> None:
