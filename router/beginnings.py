@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The beginnings that prompts of late had in common, and which workers hold them. Hashes only, of which some memory is kept."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -10,16 +11,13 @@ from numpy.typing import NDArray
 
 from twinpool._core import RouterCore
 from twinpool.router.request import Group, Prepared
-from twinpool.worker.heat import Chain, PromptHeat, hottest
+from twinpool.worker.heat import Chain, PromptHeat
 
 PROMPTS_KEPT: Final = 256
 """Prompts whose hashes are remembered."""
 
 HASHES_KEPT: Final = 1 << 15
 """Hashes of them altogether: half a megabyte, and some 50 ms to rank them."""
-
-BLOCKS_MAX: Final = 1 << 13
-"""Most blocks that the beginnings have together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Beginnings:
             self._groups = {root: group for root, group in self._groups.items() if root in kept}
 
     def ranked(self, limit: int) -> Callable[[], list[Beginning]]:
-        """Finds the ``limit`` most used ones, the most used first."""
+        """Finds the ``limit`` ones that saved most, those first."""
         prompts, groups = self._heat.newest(), dict(self._groups)
         return lambda: _rank(self._core, prompts, groups, limit)
 
@@ -57,14 +55,22 @@ class Beginnings:
 def _rank(
     core: RouterCore, prompts: list[Chain], groups: Mapping[bytes, Group], limit: int
 ) -> list[Beginning]:
-    found = []
-    for chain in hottest(prompts, BLOCKS_MAX)[:limit]:
-        length, last = len(chain.hashes), chain.hashes[-1].tobytes()
-        uses = sum(
-            len(prompt.hashes) >= length and prompt.hashes[length - 1].tobytes() == last for prompt in prompts
-        )
-        holders = sorted(core.longest_prefix(chain.hashes), key=lambda one: (-one[1], one[0]))
-        if chain.root in groups:
-            found.append(Beginning(groups[chain.root], chain.hashes, uses, holders))
-    # A chain is ranked by its first block; here by the whole of it.
-    return sorted(found, key=lambda one: (-one.uses, -len(one.hashes)))
+    names = [[row.tobytes() for row in prompt.hashes] for prompt in prompts]
+    uses = Counter(name for chain in names for name in chain)
+    # A beginning ends where some of the prompts that have it part, or where a prompt does.
+    ends: dict[bytes, tuple[int, int]] = {}
+    for number, chain in enumerate(names):
+        for depth, name in enumerate(chain, 1):
+            if depth == len(chain) or uses[chain[depth]] < uses[name]:
+                ends.setdefault(name, (number, depth))
+    # The most worth first: what later prompts needed not compute.
+    ranked = sorted(ends, key=lambda name: (-(uses[name] - 1) * ends[name][1], -uses[name], ends[name]))
+    found: list[Beginning] = []
+    for name in ranked:
+        number, depth = ends[name]
+        prompt = prompts[number]
+        if len(found) < limit and prompt.root in groups:
+            hashes = prompt.hashes[:depth]
+            holders = sorted(core.longest_prefix(hashes), key=lambda one: (-one[1], one[0]))
+            found.append(Beginning(groups[prompt.root], hashes, uses[name], holders))
+    return found

@@ -118,7 +118,8 @@ class _Session:
             await asyncio.gather(watching, *self._tasks, return_exceptions=True)
 
     def draw(self) -> None:
-        self._live.update(self._state.render(self._live.console.size.height), refresh=True)
+        size = self._live.console.size
+        self._live.update(self._state.render(size.width, size.height), refresh=True)
 
     async def _watch(self, pool: str, interval: float) -> None:
         request = pb.WatchOverviewRequest(pool=pool)

@@ -107,18 +107,20 @@ class Top:
             self._ask(key)
         return None
 
-    def render(self, height: int) -> RenderableType:
-        """The screen, of at most ``height`` lines."""
+    def render(self, width: int, height: int) -> RenderableType:
+        """The screen, of at most so many columns and lines."""
         if self.overview is None:
             return Group(Text(self.lost or "waiting for the control process", style="yellow"), self._footer())
-        others: list[Table] = [routers_table(self.overview)]
+        others: list[Table] = [routers_table(self.overview, width)]
         if self.overview.operations:
-            others.append(operations_table(self.overview))
-        pools = pools_table(self.overview)
+            others.append(operations_table(self.overview, width))
+        pools = pools_table(self.overview, width)
         taken = 3 + _LINES_AROUND + sum(table.row_count + 2 for table in (pools, *others))
         workers = self._window(max(1, height - taken - 1))
-        parts: list[RenderableType] = [headline(self.overview), "", pools, ""]
-        parts.append(workers_table(workers, self.chosen, self.column, self.reverse))
+        head = headline(self.overview)
+        head.no_wrap, head.overflow = True, "ellipsis"
+        parts: list[RenderableType] = [head, "", pools, ""]
+        parts.append(workers_table(workers, self.chosen, self.column, self.reverse, width))
         for table in others:
             parts += ["", table]
         return Group(*parts, "", self._footer())

@@ -2,11 +2,12 @@
 """What ``twinpool top`` shows: an overview as tables that fit a screen."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,8 @@ from twinpool.control.overview.plain import plain
 from twinpool.control.overview.roles import used_blocks
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import telemetry_pb2
+
+Row = list[str | Text]
 
 BAR_CELLS: Final = 8
 _STATE_STYLES: Final = {
@@ -31,8 +34,9 @@ _POOL_TITLES = (
     "POOL", "ROLE", ">WANTED", ">READY", "OTHERS", ">RUN", ">WAIT", "UTIL", ">SWING", "KV", ">HIT", ">PROMPT/S", ">TOKENS/S",
 )  # fmt: skip
 _ROUTER_TITLES = (
-    "ROUTER", ">QUEUE", ">TOKENS", ">RUN", ">TTFT P50", ">P99", ">ITL P50", ">P99", ">REQ/S", ">REFUSED", "CONDITIONS",
+    "ROUTER", ">QUEUE", ">TOKENS", ">RUN", ">TTFT P50", ">TTFT P99", ">ITL P50", ">ITL P99", ">REQ/S", ">REFUSED", "CONDITIONS",
 )  # fmt: skip
+_OPERATION_TITLES = ("OPERATION", "KIND", "WORKER", "STATE", "STEP", ">SECONDS", "ERROR")
 _BUSY, _FULL = 0.6, 0.85
 # From here on a bar is yellow, red.
 
@@ -43,7 +47,7 @@ class Column:
 
     title: str
     key: Callable[[pb.WorkerStatus], Any]
-    shown: Callable[[pb.WorkerStatus], RenderableType]
+    shown: Callable[[pb.WorkerStatus], str | Text]
     right: bool = True
 
 
@@ -154,9 +158,9 @@ def headline(overview: pb.Overview) -> Text:
     )  # fmt: skip
 
 
-def pools_table(overview: pb.Overview) -> Table:
-    """A row a role of each pool."""
-    table = _table(*_POOL_TITLES)
+def pools_table(overview: pb.Overview, width: int = 0) -> Table:
+    """A row a role of each pool. ``width``: columns of the screen, here and below; what does not fit is left out; 0: no limit."""
+    rows: list[Row] = []
     for pool in overview.pools:
         for role in pool.roles:
             others = ", ".join(
@@ -164,7 +168,7 @@ def pools_table(overview: pb.Overview) -> Table:
                 for name in ("starting", "draining", "flipping", "unready", "unreachable")
                 if getattr(role, name)
             )
-            table.add_row(
+            row: Row = [
                 pool.pool,
                 plain(role)["role"],
                 str(role.desired) if role.HasField("desired") else "-",
@@ -178,28 +182,44 @@ def pools_table(overview: pb.Overview) -> Table:
                 percent(role.hit_rate if role.HasField("hit_rate") else None),
                 number(role.prompt_tokens_per_second),
                 number(role.generation_tokens_per_second),
-            )
-    return table
+            ]
+            rows.append(row)
+    return _table(_POOL_TITLES, rows, width, ("SWING", "PROMPT/S", "HIT", "TOKENS/S", "OTHERS", "KV"))
 
 
-def workers_table(workers: list[pb.WorkerStatus], chosen: str, column: int, reverse: bool) -> Table:
+def workers_table(
+    workers: list[pb.WorkerStatus], chosen: str, column: int, reverse: bool, width: int = 0
+) -> Table:
     """A row a worker; the chosen one is marked, and so is the column that they are sorted by."""
     mark = "▼" if reverse else "▲"
-    titles = [one.title + (mark if at == column else "") for at, one in enumerate(COLUMNS)]
-    table = _table(
-        "", *((">" if one.right else "") + title for one, title in zip(COLUMNS, titles, strict=True))
+    titles = [
+        (">" if one.right else "") + one.title + (mark if at == column else "")
+        for at, one in enumerate(COLUMNS)
+    ]
+    rows: list[Row] = [
+        ["▶" if worker.record.worker.name == chosen else " ", *(one.shown(worker) for one in COLUMNS)]
+        for worker in workers
+    ]
+    drops = (
+        "PINS",
+        "FREE",
+        "AGE S",
+        "PROMPT/S",
+        "POOL",
+        "READS",
+        "CACHED",
+        "STEP MS",
+        "HIT",
+        "TOKENS/S",
+        "KV",
+        "WAIT",
     )
-    for worker in workers:
-        here = worker.record.worker.name == chosen
-        table.add_row(
-            "▶" if here else " ", *(one.shown(worker) for one in COLUMNS), style="reverse" if here else ""
-        )
-    return table
+    return _table(("", *titles), rows, width, drops, chosen)
 
 
-def routers_table(overview: pb.Overview) -> Table:
+def routers_table(overview: pb.Overview, width: int = 0) -> Table:
     """A row a router."""
-    table = _table(*_ROUTER_TITLES)
+    rows: list[Row] = []
     for router in overview.routers:
         one = router.telemetry
         seconds = one.window.ToNanoseconds() / 1e9
@@ -207,32 +227,33 @@ def routers_table(overview: pb.Overview) -> Table:
         conditions = [*one.conditions, *([f"{one.open_breakers} breakers open"] if one.open_breakers else [])]
         if not router.reachable:
             conditions = [f"unreachable: {router.error}"]
-        table.add_row(
-            router.record.name,
-            str(one.queued_requests),
-            str(one.queued_tokens),
-            str(one.running_requests),
-            *(_ms(part, field) for part in (ttft, itl) for field in ("p50", "p99")),
-            number(sum(count.count for count in one.ended) / seconds if seconds else 0.0),
-            str(sum(count.count for count in one.refused)),
-            Text(", ".join(conditions), style="yellow" if router.reachable else "bold red"),
+        rows.append(
+            [
+                router.record.name,
+                str(one.queued_requests),
+                str(one.queued_tokens),
+                str(one.running_requests),
+                *(_ms(part, field) for part in (ttft, itl) for field in ("p50", "p99")),
+                number(sum(count.count for count in one.ended) / seconds if seconds else 0.0),
+                str(sum(count.count for count in one.refused)),
+                Text(", ".join(conditions), style="yellow" if router.reachable else "bold red"),
+            ]
         )
-    return table
+    return _table(_ROUTER_TITLES, rows, width, ("TOKENS", "REQ/S", "ITL P99", "ITL P50"))
 
 
-def operations_table(overview: pb.Overview) -> Table:
+def operations_table(overview: pb.Overview, width: int = 0) -> Table:
     """A row an operation."""
-    table = _table("OPERATION", "KIND", "WORKER", "STATE", "STEP", ">SECONDS", "ERROR")
+    rows: list[Row] = []
     for operation in overview.operations:
         row = operation_row(operation)
         style = {"running": "cyan", "failed": "red"}.get(str(row["state"]), "dim")
-        table.add_row(
+        cells = [
             *(str(row[name]) for name in ("id", "kind", "worker", "state", "step")),
             f"{row['seconds']:.1f}",
-            str(row["error"]),
-            style=style,
-        )
-    return table
+        ]
+        rows.append([Text(cell, style=style) for cell in (*cells, str(row["error"]))])
+    return _table(_OPERATION_TITLES, rows, width, ("SECONDS", "STEP"))
 
 
 def whole(overview: pb.Overview, column: int = 0, reverse: bool = False) -> Group:
@@ -245,13 +266,33 @@ def whole(overview: pb.Overview, column: int = 0, reverse: bool = False) -> Grou
     return Group(*parts)
 
 
-def _table(*titles: str) -> Table:
+def _table(
+    titles: Sequence[str], rows: Sequence[Row], width: int, drops: Sequence[str], chosen: str = ""
+) -> Table:
+    """A table of at most ``width`` columns: of those in ``drops`` the first ones go until it fits. What is still too long is cut."""
+    kept = list(range(len(titles)))
+    names = [title.strip(">▲▼") for title in titles]
+    widths = [
+        max(cell_len(title.removeprefix(">")), *(cell_len(_plain(row[at])) for row in rows), 0)
+        for at, title in enumerate(titles)
+    ]
+    for name in drops:
+        if width and sum(widths[at] + 1 for at in kept) > width:
+            kept = [at for at in kept if names[at] != name]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for title in titles:
+    for at in kept:
+        title = titles[at]
         table.add_column(
             title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True
         )
+    for row in rows:
+        here = bool(chosen) and _plain(row[0]) == "▶"
+        table.add_row(*(row[at] for at in kept), style="reverse" if here else "")
     return table
+
+
+def _plain(cell: str | Text) -> str:
+    return cell if isinstance(cell, str) else cell.plain
 
 
 def _percentiles(summary: telemetry_pb2.LatencySummary) -> Text:

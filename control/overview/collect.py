@@ -122,7 +122,8 @@ class Collector:
         return answer
 
     async def prefixes(self, limit: int) -> list[telemetry_pb2.HotPrefix]:
-        """The beginnings that prompts of late had in common, the most used first; what several routers know is put together."""
+        """The beginnings that prompts of late had in common, those whose blocks were used again most first; what several routers know
+        is put together."""
         request = router_pb2.ListHotPrefixesRequest(limit=limit)
 
         async def ask(connection: grpc.aio.Channel, seconds: float) -> router_pb2.ListHotPrefixesResponse:
@@ -138,7 +139,7 @@ class Collector:
                     other.uses += one.uses
                     held = {share.worker.name for share in other.holders}
                     other.holders.extend(share for share in one.holders if share.worker.name not in held)
-        return sorted(known.values(), key=lambda one: (-one.uses, -one.blocks))[:limit]
+        return sorted(known.values(), key=lambda one: (-(one.uses - 1) * one.blocks, -one.uses))[:limit]
 
     async def _collect(self) -> pb.Overview:
         workers, routers = self._view.workers(), self._view.routers()

@@ -1009,7 +1009,7 @@ class ListHotPrefixesResponse(_message.Message):
     PREFIXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[_telemetry_pb2.HotPrefix]:
-        """The most used first."""
+        """Those whose blocks were used again most, first."""
 
     def __init__(
         self,

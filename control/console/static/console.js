@@ -108,7 +108,7 @@ const show = {
       ...names.map((name) => ({ title: name, value: () => "",
         node: (row) => {
           const holder = row.holders.find((one) => one.worker.name === name);
-          return holder ? bar(holder.blocks / row.blocks) : "";
+          return holder ? bar(holder.blocks / row.blocks, false) : "";
         } })),
     ];
     table($("prefix-table"), columns, seen.prefixes, "No prompt with a full block of tokens has come yet.");

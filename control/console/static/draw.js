@@ -21,10 +21,10 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** A share of 1 as a bar and a percentage. */
-export function bar(share) {
+/** A share of 1 as a bar and a percentage. `load`: whether much of it is a warning. */
+export function bar(share, load = true) {
   const part = Math.min(1, Math.max(0, share || 0));
-  const kind = part >= 0.85 ? "full" : part >= 0.6 ? "busy" : "share";
+  const kind = !load ? "share" : part >= 0.85 ? "full" : part >= 0.6 ? "busy" : "share";
   const drawn = svg("svg", { class: "bar", viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("rect", { class: "track", width: 100, height: 10, rx: 2 }),
     svg("rect", { class: kind, width: 100 * part, height: 10, rx: 2 }));
