@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -90,7 +91,7 @@ async def _once(endpoint: str, pool: str) -> pb.Overview:
 
 
 def _draw(overview: pb.Overview, column: int, reverse: bool, path: Path) -> None:
-    console = Console(record=True, width=SVG_WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115 - it ends with the process
+    console = Console(record=True, width=SVG_WIDTH, file=io.StringIO())
     console.print(whole(overview, column, reverse))
     console.save_svg(str(path), title=f"twinpool top --cluster {overview.cluster}")
 
