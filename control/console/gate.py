@@ -35,7 +35,14 @@ class Gate:
     def __init__(self, config: TwinpoolConfig) -> None:
         """Raises ConfigError."""
         self._domain = config.tls.role_domain if config.tls.enabled else ""
-        self._hosts = {config.control.host, "localhost", socket.gethostname(), *config.control.http_hosts}
+        control = config.control
+        self._hosts = {
+            control.host,
+            control.http_host,
+            "localhost",
+            socket.gethostname(),
+            *control.http_hosts,
+        } - {""}
         self._audit = AuditLog(config.audit.file, "control")
         self.headers = dict(HEADERS)
 

@@ -116,17 +116,18 @@ class Console:
     async def start(self) -> None:
         """Listens, and sets ``url``. Raises PORT_UNAVAILABLE."""
         control = self._config.control
+        bound = control.http_host or control.host
         await self._runner.setup()
         context = self._tls.context if self._tls is not None else None
-        site = web.TCPSite(self._runner, control.host, control.http_port, ssl_context=context)
+        site = web.TCPSite(self._runner, bound, control.http_port, ssl_context=context)
         try:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
             raise TwinpoolError(
-                "PORT_UNAVAILABLE", f"cannot listen on {control.host}:{control.http_port}: {error.strerror}"
+                "PORT_UNAVAILABLE", f"cannot listen on {bound}:{control.http_port}: {error.strerror}"
             ) from error
-        host = socket.gethostname() if _any_address(control.host) else control.host
+        host = socket.gethostname() if _any_address(bound) else bound
         shown = f"[{host}]" if ":" in host else host
         port = self._runner.addresses[0][1]
         self.url = f"{'https' if self._tls is not None else 'http'}://{shown}:{port}/"

@@ -19,6 +19,9 @@ class ControlSection(Section):
         le=65535,
         description="Port of the console page; 0: a free one; -1: there is none. `twinpool up` takes a free one unless told otherwise.",
     )
+    http_host: str = Field(
+        default="", description="Address on which the console page listens; empty: that of control.host."
+    )
     http_hosts: Texts = Field(
         default=(),
         max_length=16,

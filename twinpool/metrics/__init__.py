@@ -301,7 +301,10 @@ WORKER_SWAPPED_BLOCKS = Counter(
     "Blocks of preempted sequences copied to host memory (direction out) and back (in).",
     ["direction"],
 )
-WORKER_EVICTED_BLOCKS = Counter("twinpool_worker_evicted_blocks", "Cached blocks given to other content.")
+WORKER_EVICTED_BLOCKS = Counter(
+    "twinpool_worker_evicted_blocks",
+    "Cached blocks that are cached no more: evicted, or dropped with the cache.",
+)
 WORKER_PROMPT_TOKENS = Counter("twinpool_worker_prompt_tokens", "Prompt tokens computed.")
 WORKER_GENERATION_TOKENS = Counter("twinpool_worker_generation_tokens", "Tokens drawn.")
 WORKER_STEP_TIME = Histogram(
