@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-import prometheus_client
+from prometheus_client import Counter
+from prometheus_client.samples import Sample
 
 from twinpool import metrics
 from twinpool.sketch import SLOT_SECONDS, WINDOW_SECONDS, Sketch, summary
@@ -91,7 +92,7 @@ def _counts() -> dict[Key, float]:
     return found
 
 
-def _samples(counter: prometheus_client.Counter) -> Iterable[prometheus_client.samples.Sample]:
+def _samples(counter: Counter) -> Iterable[Sample]:
     return (
         sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")
     )

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 import termios
@@ -37,7 +38,7 @@ CALL_SECONDS: Final = 15.0
 RETRY_SECONDS: Final = 1.0
 """Time between two tries to reach a control process that is away."""
 
-SVG_WIDTH: Final = 170
+SVG_WIDTH: Final = 140
 _METHODS: Final = frozenset(pb.DESCRIPTOR.services_by_name["ControlService"].methods_by_name)
 
 
@@ -93,7 +94,9 @@ async def _once(endpoint: str, pool: str) -> pb.Overview:
 def _draw(overview: pb.Overview, column: int, reverse: bool, path: Path) -> None:
     console = Console(record=True, width=SVG_WIDTH, file=io.StringIO())
     console.print(whole(overview, column, reverse))
-    console.save_svg(str(path), title=f"twinpool top --cluster {overview.cluster}")
+    picture = console.export_svg(title=f"twinpool top --cluster {overview.cluster}")
+    # Fonts of another site: the viewer's own will do.
+    path.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
 
 
 class _Session:

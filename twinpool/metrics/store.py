@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from twinpool.metric_buckets import SHORT_BUCKETS
+from twinpool import metric_buckets
 
 STORE_CALLS = Histogram(
     "twinpool_store_call_time_seconds",
     "One call of etcd, by operation.",
     ["operation"],
-    buckets=SHORT_BUCKETS,
+    buckets=metric_buckets.SHORT_BUCKETS,
 )
 STORE_FAILURES = Counter("twinpool_store_failures", "Calls of etcd that failed, by operation.", ["operation"])
 STORE_CONNECTED = Gauge("twinpool_store_watch_connected", "1 while the watch is established.", ["watch"])

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from twinpool.metric_buckets import BYTE_BUCKETS, COUNT_BUCKETS, SHORT_BUCKETS
+from twinpool import metric_buckets
 
 NIXL_XFER_TIME = Histogram(
-    "twinpool_worker_nixl_xfer_time_seconds", "One read, from post to done.", buckets=SHORT_BUCKETS
+    "twinpool_worker_nixl_xfer_time_seconds",
+    "One read, from post to done.",
+    buckets=metric_buckets.SHORT_BUCKETS,
 )
 NIXL_POST_TIME = Histogram(
-    "twinpool_worker_nixl_post_time_seconds", "Posting one read.", buckets=SHORT_BUCKETS
+    "twinpool_worker_nixl_post_time_seconds", "Posting one read.", buckets=metric_buckets.SHORT_BUCKETS
 )
-NIXL_BYTES = Histogram("twinpool_worker_nixl_bytes_transferred", "Bytes of one read.", buckets=BYTE_BUCKETS)
+NIXL_BYTES = Histogram(
+    "twinpool_worker_nixl_bytes_transferred", "Bytes of one read.", buckets=metric_buckets.BYTE_BUCKETS
+)
 NIXL_DESCRIPTORS = Histogram(
-    "twinpool_worker_nixl_num_descriptors", "Descriptors of one read.", buckets=COUNT_BUCKETS
+    "twinpool_worker_nixl_num_descriptors", "Descriptors of one read.", buckets=metric_buckets.COUNT_BUCKETS
 )
 NIXL_FAILED_TRANSFERS = Counter(
     "twinpool_worker_nixl_num_failed_transfers", "Reads that failed or timed out, by reason.", ["reason"]

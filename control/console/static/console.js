@@ -131,14 +131,14 @@ function figures(overview) {
   const rows = [
     ["Waiting", [whole(sum(alive.map((one) => one.queued_requests)))]],
     ["Running", [whole(sum(alive.map((one) => one.running_requests)))]],
-    ["Requests a second", [rate(sum(ended.map((one) => one.count)) / seconds)]],
-    ["Tokens a second", [rate(sum(alive.map((one) => one.generation_tokens)) / seconds)]],
+    ["Requests/s", [rate(sum(ended.map((one) => one.count)) / seconds)]],
+    ["Tokens/s", [rate(sum(alive.map((one) => one.generation_tokens)) / seconds)]],
     ["Time to first token", both(overview.time_to_first_token)],
-    ["… of short prompts", both(overview.short_time_to_first_token)],
+    ["… short prompts", both(overview.short_time_to_first_token)],
     ["Between tokens", both(overview.inter_token_latency)],
-    ["Cached prompt tokens", [percent(sum(alive.map((one) => one.query_tokens))
+    ["Cached of prompts", [percent(sum(alive.map((one) => one.query_tokens))
       ? sum(alive.map((one) => one.cached_tokens)) / sum(alive.map((one) => one.query_tokens)) : null)]],
-    ["Refused in a minute", [whole(sum(refused.map((one) => one.count))),
+    ["Refused (1 min)", [whole(sum(refused.map((one) => one.count))),
       el("small", {}, refused.length ? ` ${[...new Set(refused.map((one) => one.reason))].join(", ")}` : "")]],
   ];
   $("figures").replaceChildren(...rows.map(([title, value]) => el("div", {}, el("dt", {}, title), el("dd", {}, value))));

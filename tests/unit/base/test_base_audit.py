@@ -30,7 +30,13 @@ UNAUDITED = {
     "ControlService/ListWorkers",
     "ControlService/GetOperation",
     "ControlService/ListOperations",
+    "ControlService/GetOverview",
+    "ControlService/WatchOverview",
     "WorkerService/Inspect",
+    "RouterService/GetTelemetry",
+    "RouterService/ListHotPrefixes",
+    # The control process alone may ask, and writes down who asked it.
+    "RouterService/ListRouterRequests",
     # Work, and what processes of the cluster tell one another.
     "WorkerService/Session",
     "WorkerService/TakePrefixes",
