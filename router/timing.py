@@ -3,12 +3,13 @@
 
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from prometheus_client import Histogram
 
 from twinpool import metrics
 from twinpool.router.recent import Recent
+from twinpool.router.request import Prepared
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -61,6 +62,11 @@ class HopClock:
         self._first_token = 0.0
         self._tokens_at = 0.0
         self.mark(TOKENIZE, tokenized)
+
+    @classmethod
+    def of(cls, prepared: Prepared, recent: Recent) -> Self:
+        """The clock of a request that was tokenised just now."""
+        return cls(prepared.arrival, prepared.tokenized, prepared.prompt_tokens, recent, prepared.span)
 
     def mark(self, hop: Hop, now: float | None = None) -> float:
         """``hop`` ends now. Returns what it took, in seconds."""

@@ -50,11 +50,11 @@ class Trace:
     client_id: str
     request_id: str
     model: str
-    pool: str
-    tenant: str
     arrived: float
     prompt_tokens: int
     max_tokens: int
+    pool: str = ""
+    tenant: str = ""
     output_tokens: int = 0
     ended: float = 0.0
     placements: list[Placement] = field(default_factory=list)
