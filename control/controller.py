@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.console.server import Console
 from twinpool.control.cordons import Cordons
 from twinpool.control.desk import PoolDesk
 from twinpool.control.events import EventLog
@@ -20,7 +21,12 @@ from twinpool.control.flip_counts import FlipCounts
 from twinpool.control.flips import ROLES
 from twinpool.control.leader import Leadership
 from twinpool.control.operations import Operations
+from twinpool.control.overview.collect import Collector
 from twinpool.control.pools import RayPools
+from twinpool.control.rebalance.desk import RebalanceDesk
+from twinpool.control.rebalance.loop import RebalanceLoop
+from twinpool.control.rebalance.mover import OperationMover
+from twinpool.control.rebalance.source import OverviewSource
 from twinpool.control.reconcile.loop import Reconciler
 from twinpool.control.reconcile.spec import PoolSpecs, desired
 from twinpool.control.scale import Scaling
@@ -31,6 +37,7 @@ from twinpool.logs import get_logger
 from twinpool.rpc import channel
 from twinpool.store import Keys, Store
 from twinpool.v1 import control_pb2 as pb
+from twinpool.v1 import worker_pb2
 
 RETRY_SECONDS: Final = 1.0
 """Time between two tries to begin to lead while etcd is away."""
@@ -79,6 +86,17 @@ class Controller:
         )
         if self.pools.managed:
             FlipCounts(self.operations, self.specs, config.worker.pool)
+        self.collector = Collector(config, self.view, self.operations.all, self._wanted_of)
+        mover, drain_seconds = OperationMover(self.operations, self.scaling), config.worker.drain_timeout_seconds
+        source = OverviewSource(self.collector.overview)
+        self.rebalance = RebalanceLoop(
+            config.rebalance, self.specs, source, mover, self.events, drain_seconds
+        )
+        self._rebalances = RebalanceDesk(
+            self.rebalance, self.specs, mover, self.view.workers, self.operations.submit, drain_seconds
+        )
+        self.operations.register(pb.OPERATION_KIND_REBALANCE, self._rebalances.steps)
+        self._console: Console | None = None
         self._connect = connect
         self._leadership: Leadership | None = None
         self._server: ControlServer | None = None
@@ -93,13 +111,25 @@ class Controller:
         """Where the ControlService listens: host:port."""
         return self._server.endpoint if self._server else ""
 
+    @property
+    def console_url(self) -> str:
+        """Where the console page is; empty: nowhere."""
+        return self._console.url if self._console else ""
+
     async def start(self) -> None:
         """Serves operators, and stands for the leadership. Raises PORT_UNAVAILABLE."""
         await self.view.start()
         await self.events.start()
         desk = PoolDesk(self, self._connect)
-        self._server = ControlServer(self._config, self.view, self.operations, desk)
+        self._server = ControlServer(
+            self._config, self.view, self.operations, desk, self._rebalances, self.collector
+        )
         await self._server.start()
+        if self._config.control.http_port >= 0:
+            self._console = Console(
+                self._config, self.collector, self.operations.all, lambda: self.events.all()[::-1]
+            )
+            await self._console.start()
         ttl = self._config.cluster.lease_ttl_seconds
         self._leadership = Leadership(
             self._store, self._config.cluster.name, self._server.endpoint, ttl_seconds=ttl
@@ -123,12 +153,19 @@ class Controller:
             if replica.crashes and replica.phase != pb.REPLICA_PHASE_READY:
                 raise self.reconciler.failure(replica.worker)
 
+    def _wanted_of(self, pool: str, role: "worker_pb2.Role.ValueType") -> int | None:
+        with contextlib.suppress(TwinpoolError):
+            return desired(self.specs.get(pool))[ROLES[role]]
+        return None
+
     def wanted(self) -> dict[str, int]:
         """Wanted workers a role."""
         return desired(self.specs.get(self._config.worker.pool))
 
     async def cease(self) -> None:
         """Serves nobody any more and begins nothing, but leaves what there is. Idempotent."""
+        if self._console is not None:
+            await self._console.stop()
         if self._server is not None:
             await self._server.stop()
         if self._campaign is not None:
@@ -142,6 +179,7 @@ class Controller:
         if self._leadership is not None and self._leadership.other():
             await self.pools.disown()
         await self.pools.stop()
+        await self.collector.close()
         await self.events.stop()
         if self._leadership is not None:
             # Last: whoever takes over is to find workers either as they were or gone.
@@ -208,6 +246,7 @@ class Controller:
             self.events.record("PoolConfigured", text, pool=pool)
         self.operations.resume()
         self._acting = asyncio.create_task(self.reconciler.run(), name="reconciler")
+        self.rebalance.start()
         self._led_once = True
         self._led.set()
         log.info("control_leads", endpoint=self.endpoint)
@@ -227,6 +266,7 @@ class Controller:
             self._acting.cancel()
             await asyncio.gather(self._acting, return_exceptions=True)
             self._acting = None
+        await self.rebalance.stop()
         await self.operations.stop()
 
     def _on_operation(self, operation: pb.Operation, what: str) -> None:

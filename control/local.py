@@ -68,6 +68,11 @@ class LocalCluster:
         return self._controller.endpoint if self._controller else ""
 
     @property
+    def console_url(self) -> str:
+        """Where the console page is; empty: nowhere."""
+        return self._controller.console_url if self._controller else ""
+
+    @property
     def worker_endpoints(self) -> list[str]:
         """Where the registered workers listen."""
         return [record.endpoint for record in self.view.workers()] if self._controller else []

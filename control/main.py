@@ -28,7 +28,7 @@ async def _control(config: TwinpoolConfig) -> int:
     told: asyncio.Future[Any] = asyncio.ensure_future(stopping.wait())
     try:
         await controller.start()
-        log.info("control_serving", endpoint=controller.endpoint)
+        log.info("control_serving", endpoint=controller.endpoint, console=controller.console_url)
         await asyncio.wait([told, controller.failed], return_when=asyncio.FIRST_COMPLETED)
         if controller.failed.done():
             raise controller.failed.result()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
 
@@ -12,6 +14,7 @@ from twinpool.config import TwinpoolConfig
 from twinpool.control.desk import PoolDesk
 from twinpool.control.events import Filter
 from twinpool.control.operations import Operations
+from twinpool.control.overview.collect import Collector
 from twinpool.control.rebalance.desk import RebalanceDesk
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
@@ -21,6 +24,10 @@ from twinpool.v1 import control_pb2, control_pb2_grpc
 SERVICE = "twinpool.v1.ControlService"
 STOP_GRACE_SECONDS = 1.0
 TIMEOUT_SECONDS_MAX = 86400.0
+
+INTERVAL_SECONDS: Final = 1.0
+INTERVAL_SECONDS_MIN: Final = 0.2
+INTERVAL_SECONDS_MAX: Final = 60.0
 
 Timed: TypeAlias = (
     control_pb2.DrainWorkerRequest
@@ -40,12 +47,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         operations: Operations,
         desk: PoolDesk | None = None,
         rebalance: RebalanceDesk | None = None,
+        collector: Collector | None = None,
     ) -> None:
         """``desk`` None: operations on workers are all there is, and nobody else leads. ``rebalance`` None: nobody rebalances
-        pools."""
+        pools. ``collector`` None: nobody asks workers and routers how they are."""
         self._rebalance = rebalance
         self._view = view
+        self._asked = collector
         self._operations = operations
+        self._stopping = asyncio.Event()
         self._own_desk = desk
 
     def _check(self, *, changes: bool) -> None:
@@ -58,6 +68,16 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             raise TwinpoolError("UNIMPLEMENTED", "this process looks after no pools")
         self._own_desk.check(changes=changes)
         return self._own_desk
+
+    def _collector(self) -> Collector:
+        """Raises UNIMPLEMENTED."""
+        if self._asked is None:
+            raise TwinpoolError("UNIMPLEMENTED", "this control process collects no overview")
+        return self._asked
+
+    def stop(self) -> None:
+        """Ends the streams."""
+        self._stopping.set()
 
     async def ListWorkers(
         self,
@@ -118,6 +138,35 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """All that are known."""
         self._check(changes=False)
         return control_pb2.ListOperationsResponse(operations=self._operations.all())
+
+    async def GetOverview(
+        self,
+        request: control_pb2.GetOverviewRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.GetOverviewResponse:
+        """See ``Collector.overview``."""
+        return control_pb2.GetOverviewResponse(overview=await self._collector().overview(request.pool))
+
+    async def WatchOverview(
+        self,
+        request: control_pb2.WatchOverviewRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[control_pb2.WatchOverviewResponse]:
+        """The first one at once, then one each interval, until the caller ends it or this process stops."""
+        interval = _interval(request)
+        while not self._stopping.is_set():
+            overview = await self._collector().overview(request.pool)
+            yield control_pb2.WatchOverviewResponse(overview=overview)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), interval)
+
+    async def ListRequests(
+        self,
+        request: control_pb2.ListRequestsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ListRequestsResponse:
+        """See ``Collector.requests``."""
+        return await self._collector().requests(request)
 
     async def ListPools(
         self,
@@ -213,6 +262,19 @@ def _seconds(request: Timed) -> float | None:
     return seconds
 
 
+def _interval(request: control_pb2.WatchOverviewRequest) -> float:
+    """Seconds between two overviews. Raises INVALID_ARGUMENT."""
+    if not request.HasField("interval"):
+        return INTERVAL_SECONDS
+    seconds = request.interval.ToNanoseconds() / 1e9
+    if not INTERVAL_SECONDS_MIN <= seconds <= INTERVAL_SECONDS_MAX:
+        raise TwinpoolError(
+            "INVALID_ARGUMENT",
+            f"interval: {seconds:g} s is not in {INTERVAL_SECONDS_MIN:g}..{INTERVAL_SECONDS_MAX:g}",
+        )
+    return seconds
+
+
 class ControlServer:
     """The gRPC server of the control process."""
 
@@ -223,15 +285,13 @@ class ControlServer:
         operations: Operations,
         desk: PoolDesk | None = None,
         rebalance: RebalanceDesk | None = None,
+        collector: Collector | None = None,
     ) -> None:
         """See ``ControlServicer``."""
         self._config = config
+        self._servicer = ControlServicer(view, operations, desk, rebalance, collector)
         self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
-        self._server.add(
-            SERVICE,
-            control_pb2_grpc.add_ControlServiceServicer_to_server,
-            ControlServicer(view, operations, desk, rebalance),
-        )
+        self._server.add(SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, self._servicer)
         self.endpoint = ""
 
     async def start(self) -> None:
@@ -243,4 +303,5 @@ class ControlServer:
 
     async def stop(self) -> None:
         """Stops to serve."""
+        self._servicer.stop()
         await self._server.stop(STOP_GRACE_SECONDS)

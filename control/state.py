@@ -32,6 +32,7 @@ class LocalState:
     control_endpoint: str
     router_endpoints: list[str] = field(default_factory=list)
     http_endpoints: list[str] = field(default_factory=list)
+    console_url: str = ""
 
     def alive(self) -> bool:
         """Whether the supervising process still runs (a reused pid has another start time)."""

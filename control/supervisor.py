@@ -84,6 +84,7 @@ def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:
         control_endpoint=cluster.control_endpoint,
         router_endpoints=cluster.router_endpoints,
         http_endpoints=cluster.http_endpoints,
+        console_url=cluster.console_url,
     )
 
 

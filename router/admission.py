@@ -60,11 +60,17 @@ class Admission:
     """The core and those who wait for its actions."""
 
     def __init__(
-        self, core: RouterCore, traces: TraceBook | None = None, prefer: Prefer = lambda _prepared: []
+        self,
+        core: RouterCore,
+        traces: TraceBook | None = None,
+        prefer: Prefer = lambda _prepared: [],
+        saw: Callable[[Prepared], None] = lambda _prepared: None,
     ) -> None:
-        """``prefer``: which workers a request is better off with, all else alike; see ``RouterCore.submit``."""
+        """``prefer``: which workers a request is better off with, all else alike; see ``RouterCore.submit``. ``saw``: is told of each
+        request that was accepted."""
         self.core = core
         self._prefer = prefer
+        self._saw = saw
         self._traces = TraceBook(core, 0) if traces is None else traces
         self._waiting: dict[int, Admitted] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -106,6 +112,7 @@ class Admission:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()
             raise refusal(submission.reason, submission.limit, submission.retry_after)
         self._traces.begin(submission.request, prepared)
+        self._saw(prepared)
         self._waiting[submission.request] = owner
         self.kick()
         return submission.request

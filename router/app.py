@@ -16,6 +16,7 @@ from twinpool.router.admission import Admission, core_config
 from twinpool.router.answers import AnswerMaker
 from twinpool.router.apis import SERVICES, ClientApis
 from twinpool.router.background import Background
+from twinpool.router.beginnings import Beginnings
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
 from twinpool.router.kept import KeptBook
@@ -26,6 +27,7 @@ from twinpool.router.others import OtherRouters
 from twinpool.router.peer import RouterPeer
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
+from twinpool.router.recent import Recent
 from twinpool.router.resume_token import TokenSeal
 from twinpool.router.retry import Retries
 from twinpool.router.service import SERVICE, InferenceService, register
@@ -60,7 +62,9 @@ class Router:
         self.background = Background()
         self.traces = TraceBook(self.core, config.router.trace_requests)
         sessions = Sessions(config.sessions)
-        self.admission = Admission(self.core, self.traces, sessions.prefer)
+        self.beginnings = Beginnings(self.core)
+        self.recent = Recent(config.metrics.short_prompt_tokens)
+        self.admission = Admission(self.core, self.traces, sessions.prefer, self.beginnings.saw)
         self.tenants = Tenants(config.router.tenants_file)
         self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
         self.tokenize = TokenizeHop(config.router, self.tenants.salt)
@@ -118,6 +122,7 @@ class Router:
             self.background,
             Retries(limits, self.fleet.breakers),
             sessions,
+            self.recent,
         )
 
     def _peer(self, takeover: TakeOver) -> RouterPeer:
@@ -125,6 +130,9 @@ class Router:
             self.kept,
             takeover.claimed,
             self.seal,
+            self.admission,
+            self.recent,
+            self.beginnings,
             self.name,
             self.incarnation,
             self.fleet,
@@ -210,6 +218,7 @@ class Router:
                     self._limit_tenants()
                 self.apis.refresh()
                 self._show_counts()
+                self.recent.watch()
                 await self._show_health()
             except Exception as error:
                 # Whatever it was, health and gauges must not stay as they are for ever.

@@ -75,6 +75,11 @@ class Breakers:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < found.until else BreakerState.HALF_OPEN
 
+    @property
+    def not_closed(self) -> int:
+        """Workers whose breaker is open or half open."""
+        return sum(not self.closed(key) for key in self._breakers)
+
     def closed(self, key: WorkerKey) -> bool:
         """Whether it gets all the work that it has room for."""
         return self.state(key) is BreakerState.CLOSED

@@ -10,6 +10,7 @@ from twinpool.router.background import Background
 from twinpool.router.locality import Locality
 from twinpool.router.placement import Fleet
 from twinpool.router.prefix import PrefixSources
+from twinpool.router.recent import Recent
 from twinpool.router.retry import Retries
 from twinpool.router.sessions import Sessions
 from twinpool.router.stream import Answer
@@ -31,3 +32,4 @@ class Hops:
     background: Background
     retries: Retries
     sessions: Sessions
+    recent: Recent

@@ -24,7 +24,7 @@ from twinpool.v1 import router_pb2 as pb
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 _CHUNK_BYTES: Final = 1 << 20
-_ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 _STATES: Final = {
     "starting": control_pb2.WORKER_STATE_STARTING,
     "ready": control_pb2.WORKER_STATE_READY,
@@ -102,7 +102,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         holders = [
             pb.PrefixHolder(
                 worker=worker_pb2.WorkerId(name=name, incarnation=rows[name]["incarnation"]),
-                role=_ROLES[rows[name]["role"]],
+                role=ROLES[rows[name]["role"]],
                 blocks=blocks,
                 tokens=blocks * target.group.block_tokens,
             )
@@ -144,7 +144,7 @@ class RouterInspection(router_pb2_grpc.RouterServiceServicer):
         key = WorkerKey(row["name"], row["incarnation"])
         message = pb.RouterWorker(
             worker=worker_pb2.WorkerId(name=key.name, incarnation=key.incarnation),
-            role=_ROLES[row["role"]],
+            role=ROLES[row["role"]],
             state=_STATES[row["state"]],
             reserved=pb.ReservedLoad(
                 reservations=row["reservations"],

@@ -241,7 +241,7 @@ class Lifecycle:
         self.prepared = prepared if drawn is None else continuation(prepared, drawn.outputs)
         self.scores = PromptScores(hops.limits.max_buffered_tokens)
         self._new_answer, self._answer = new_answer, drawn
-        self.clock = HopClock(prepared.arrival, prepared.tokenized, prepared.span)
+        self.clock = HopClock.of(prepared, hops.recent)
         self.attempt: Attempt | None = None
         self._request = 0
         self._started = self._over = False

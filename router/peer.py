@@ -4,14 +4,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from twinpool.router.inspection import Context, RouterInspection
+from twinpool.router.inspection import Context
 from twinpool.router.kept import Kept, KeptBook
 from twinpool.router.resume_token import TokenSeal
+from twinpool.router.telemetry import RouterTelemetry
 from twinpool.v1 import router_pb2 as pb
 from twinpool.v1.resume_pb2 import PortableState
 
 
-class RouterPeer(RouterInspection):
+class RouterPeer(RouterTelemetry):
     """Serves HandOver as well."""
 
     def __init__(
@@ -23,7 +24,7 @@ class RouterPeer(RouterInspection):
         **limits: Any,
     ) -> None:
         """``claimed``: whether a request with an idempotency key is about to start. ``inspected`` and ``limits``: see
-        ``RouterInspection``."""
+        ``RouterTelemetry``."""
         super().__init__(*inspected, **limits)
         self._book = book
         self._claimed = claimed

@@ -3,11 +3,13 @@
 
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from prometheus_client import Histogram
 
 from twinpool import metrics
+from twinpool.router.recent import Recent
+from twinpool.router.request import Prepared
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as pb
 
@@ -36,17 +38,35 @@ class HopClock:
     """Where the time went. Every moment between arrival and the last mark belongs to exactly one hop; what a failed
     attempt took stays with the hops that it reached, and the time until it was placed anew with the queue."""
 
-    __slots__ = ("_arrival", "_first_token", "_last", "_span", "_spent", "_tokens_at")
+    __slots__ = (
+        "_arrival",
+        "_first_token",
+        "_last",
+        "_prompt_tokens",
+        "_recent",
+        "_span",
+        "_spent",
+        "_tokens_at",
+    )
 
-    def __init__(self, arrival: float, tokenized: float, span: Span = OFF) -> None:
-        """Both in ``time.monotonic`` seconds. ``span`` gets a child for each hop."""
+    def __init__(
+        self, arrival: float, tokenized: float, prompt_tokens: int, recent: Recent, span: Span = OFF
+    ) -> None:
+        """The first two in ``time.monotonic`` seconds. ``recent`` hears what clients wait; ``span`` gets a child for each hop."""
         self._span = span
+        self._recent = recent
+        self._prompt_tokens = prompt_tokens
         self._arrival = arrival
         self._last = arrival
         self._spent: dict[str, float] = {}
         self._first_token = 0.0
         self._tokens_at = 0.0
         self.mark(TOKENIZE, tokenized)
+
+    @classmethod
+    def of(cls, prepared: Prepared, recent: Recent) -> Self:
+        """The clock of a request that was tokenised just now."""
+        return cls(prepared.arrival, prepared.tokenized, prepared.prompt_tokens, recent, prepared.span)
 
     def mark(self, hop: Hop, now: float | None = None) -> float:
         """``hop`` ends now. Returns what it took, in seconds."""
@@ -63,10 +83,10 @@ class HopClock:
         now = time.monotonic()
         before, self._tokens_at = self._tokens_at, now
         if before:
-            metrics.ROUTER_ITL.observe(now - before)
+            self._recent.next_tokens(now - before)
             return False
         self._first_token = now - self._arrival
-        metrics.ROUTER_TTFT.observe(self._first_token)
+        self._recent.first_token(self._first_token, self._prompt_tokens)
         return True
 
     def finish(self, tokens: int) -> pb.HopTimings:

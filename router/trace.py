@@ -6,6 +6,7 @@ Costs some 10 microseconds a placement. Holds no text, no tokens and no hashes.
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -43,7 +44,8 @@ class Placement:
 
 @dataclass(slots=True)
 class Trace:
-    """One request. ``arrived``: seconds since the epoch."""
+    """One request. ``arrived``: seconds since the epoch. ``ended``: seconds from then to its end; 0: it runs. ``output_tokens``: as
+    the core was told, a few of a running answer behind. ``started``: its arrival on the monotonic clock."""
 
     client_id: str
     request_id: str
@@ -51,17 +53,21 @@ class Trace:
     arrived: float
     prompt_tokens: int
     max_tokens: int
+    pool: str = ""
+    tenant: str = ""
+    output_tokens: int = 0
+    ended: float = 0.0
     placements: list[Placement] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     state: str = ""
     cause: str = ""
     obstacle: str = ""
-    _started: float = 0.0
+    started: float = 0.0
 
     def step(self, attempt: int, event: str, detail: str, state: str) -> None:
         """Notes a step that is made now."""
         if len(self.steps) < EVENTS_MAX:
-            self.steps.append(Step(time.monotonic() - self._started, attempt, event, detail, state))
+            self.steps.append(Step(time.monotonic() - self.started, attempt, event, detail, state))
         self.state = state
 
 
@@ -91,6 +97,13 @@ class TraceBook:
             trace.obstacle = "" if why["obstacle"] == "none" else str(why["obstacle"])
         return trace
 
+    def newest(self) -> Iterator[tuple[Trace, bool]]:
+        """All of them and whether they run, the newest first. Those that run are known however many there are."""
+        live = {trace.request_id for trace in self._running.values()}
+        forgotten = [trace for trace in self._running.values() if trace.request_id not in self._traces]
+        for trace in (*reversed(self._traces.values()), *reversed(forgotten)):
+            yield trace, trace.request_id in live
+
     # --- what admission tells
 
     def begin(self, number: int, prepared: Prepared) -> None:
@@ -102,10 +115,12 @@ class TraceBook:
             client_id=prepared.client_id,
             request_id=prepared.request_id,
             model=prepared.group.model,
+            pool=prepared.group.pool,
+            tenant=prepared.tenant,
             arrived=time.time() - waited,
             prompt_tokens=prepared.prompt_tokens,
             max_tokens=prepared.max_tokens,
-            _started=prepared.arrival,
+            started=prepared.arrival,
         )
         self._running[number] = trace
         self._traces[prepared.request_id] = trace
@@ -122,7 +137,7 @@ class TraceBook:
         if trace is None:
             return
         if action.kind == "place":
-            at = time.monotonic() - trace._started
+            at = time.monotonic() - trace.started
             trace.placements.append(Placement(action.attempt, at, self._core.explain(action.request)))
             trace.step(action.attempt, "placed", f"{action.prefill[0]} -> {action.decode[0]}", action.state)
         else:
@@ -138,11 +153,16 @@ class TraceBook:
     def advanced(self, number: int, attempt: int, event: str, detail: str, after: Transition) -> None:
         """An event was applied, or ignored because it came too late."""
         trace = self._running.get(number)
-        if trace is None or event in _MANY or not after.applied:
+        if trace is None or not after.applied:
+            return
+        if event in _MANY:
+            trace.output_tokens += int(detail or 1) if event == "token" else 0
             return
         trace.step(attempt, event, detail, after.state)
         trace.cause = after.cause
 
     def end(self, number: int) -> None:
         """The core forgets the request."""
-        self._running.pop(number, None)
+        trace = self._running.pop(number, None)
+        if trace is not None:
+            trace.ended = time.monotonic() - trace.started

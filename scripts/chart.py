@@ -17,6 +17,7 @@ from twinpool.config import config_schema
 ROOT: Final = Path(__file__).resolve().parents[1]
 HELM: Final = ROOT / "deploy" / "helm"
 CHART: Final = HELM / "twinpool"
+DASHBOARDS: Final = ROOT / "deploy" / "grafana"
 POD_MARK: Final = "<<pod"
 
 OWNED: Final[dict[str, frozenset[str] | None]] = {
@@ -37,9 +38,9 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
         {"host", "port", "reuse_port", "http_port", "name", "pool", "tenants_file", "resume_key_file"}
     ),
     "worker": frozenset({"host", "port", "name", "pool"}),
-    "metrics": None,
+    "metrics": frozenset({"enabled", "host", "port"}),
     "tls": None,
-    "control": None,
+    "control": frozenset({"host", "port"}),
     # Kubernetes runs the workers.
     "pools": frozenset(
         {
@@ -149,7 +150,10 @@ def _shown(value: object) -> str:
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     stale = []
-    for path, content in ((CHART / "values.schema.json", schema()), (CHART / "README.md", readme())):
+    made = {CHART / "values.schema.json": schema(), CHART / "README.md": readme()}
+    # Helm reads files of the chart alone.
+    made |= {CHART / "dashboards" / path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
+    for path, content in made.items():
         if path.is_file() and path.read_text() == content:
             continue
         stale.append(str(path.relative_to(ROOT)))

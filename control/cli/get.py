@@ -4,7 +4,7 @@
 import typer
 
 from twinpool.client import Client
-from twinpool.control.cli import drain, events, pools, prefixes
+from twinpool.control.cli import drain, events, pools, prefixes, requests
 from twinpool.control.cli.calls import CALL_SECONDS, ask
 from twinpool.control.cli.output import Format, FormatOption, emit_rows
 from twinpool.control.cli.pools import worker_row
@@ -24,6 +24,7 @@ app.command()(prefixes.conditions)
 app.command()(drain.operations)
 app.command()(pools.pools)
 app.command()(events.events)
+app.command()(requests.requests)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from twinpool.control.cli.rebalance import rebalance
 from twinpool.control.cli.replay import replay_command
 from twinpool.control.cli.scale import scale
 from twinpool.control.cli.simulate import simulate_command
+from twinpool.control.cli.top import top
 from twinpool.control.cli.trace import trace_command
 from twinpool.control.cli.up import down, up
 
@@ -49,6 +50,7 @@ app.command()(restart)
 app.command()(flip)
 app.command()(events)
 app.command()(rebalance)
+app.command()(top)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

@@ -61,6 +61,9 @@ def up(
         "pools.decode_workers": decode,
     }
     loaded = read_config(config, overrides | settings)
+    if "http_port" not in loaded.control.model_fields_set:
+        # Nobody but this machine's own users reaches it, unless control.host says otherwise.
+        loaded = loaded.model_copy(update={"control": loaded.control.model_copy(update={"http_port": 0})})
     process = _spawn(loaded, embedded_store)
     try:
         with stages(True) as progress:
@@ -73,6 +76,8 @@ def up(
     err.print(
         f"[green]up[/]: routers {', '.join(found.router_endpoints)}{http}, control {found.control_endpoint}"
     )
+    if found.console_url:
+        err.print(f"console: {found.console_url}")
     err.print(f'try: twinpool generate --cluster {cluster} --chat "What is the capital of France?"')
 
 

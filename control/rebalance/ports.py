@@ -24,7 +24,7 @@ class Specs(Protocol):
         """Every pool's."""
         ...
 
-    async def set_auto(self, pool: str, auto: bool) -> None:
+    async def set_auto(self, pool: str, auto: bool) -> object:
         """Whether the control process rebalances the pool by itself. Raises STORE_UNAVAILABLE."""
         ...
 

@@ -34,7 +34,7 @@ def desired(spec: pb.PoolSpec) -> dict[str, int]:
 
 def configured(config: TwinpoolConfig) -> pb.PoolSpec:
     """What the configuration says of its pool."""
-    spec = pb.PoolSpec(pool=config.worker.pool, generation=1)
+    spec = pb.PoolSpec(pool=config.worker.pool, auto=config.rebalance.auto, generation=1)
     for role in ROLES:
         least, most = config.pools.bounds(role)
         wanted = config.pools.workers(role)

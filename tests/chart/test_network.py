@@ -49,7 +49,7 @@ def design() -> set[tuple[str, str, int]]:
     edges |= {("router", worker, port) for worker in every for port in (WORKER, EVENTS, REPLAY)}
     # Exchange and NIXL, within a model and in both directions.
     edges |= {(one, two, port) for pair in workers.values() for one in pair for two in pair for port in READS}
-    edges |= {("control", worker, WORKER) for worker in every}
+    edges |= {("control", worker, WORKER) for worker in every} | {("control", "router", GRPC)}
     edges |= {(part, "etcd", CLIENT) for part in ("router", "control", *every)}
     edges |= {("etcd", "etcd", PEER)}
     edges |= {("prometheus", part, METRICS) for part in ("router", *every)}

@@ -81,6 +81,8 @@ def test_every_object_is_named_once_and_within_bounds(helm: Helm) -> None:
 def test_the_generated_files_are_up_to_date() -> None:
     assert (CHART / "values.schema.json").read_text() == chart.schema(), "python -m scripts.chart"
     assert (CHART / "README.md").read_text() == chart.readme(), "python -m scripts.chart"
+    for path in chart.DASHBOARDS.glob("*.json"):
+        assert (CHART / "dashboards" / path.name).read_text() == path.read_text(), "python -m scripts.chart"
 
 
 # --- two releases in a namespace

@@ -52,4 +52,5 @@ def _endpoint(value: str) -> str:
 Name = Annotated[str, AfterValidator(_name)]
 OptionalName = Annotated[str, AfterValidator(_optional_name)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(split_list), NoDecode]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(split_list), NoDecode]

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from twinpool.config.base import Section, split_list
+from twinpool.config.base import Section, Texts, split_list
 
 WORKERS_MAX: Final = 4096
 """Most workers of one role in a pool."""
@@ -57,6 +57,32 @@ class ControlSection(Section):
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port of the ControlService; 0: a free one.")
+    http_port: int = Field(
+        default=-1,
+        ge=-1,
+        le=65535,
+        description="Port of the console page; 0: a free one; -1: there is none. `twinpool up` takes a free one unless told otherwise.",
+    )
+    http_host: str = Field(
+        default="", description="Address on which the console page listens; empty: that of control.host."
+    )
+    http_hosts: Texts = Field(
+        default=(),
+        max_length=16,
+        description="Names by which browsers may call the console page, beside localhost and addresses: a page of another site that "
+        "has its name point here is refused.",
+    )
+    operator_key_file: str = Field(
+        default="",
+        max_length=4096,
+        description="File with the API key of an operator, which the control process shows routers that have tenants.",
+    )
+    answer_seconds: float = Field(
+        default=2.0,
+        ge=0.1,
+        le=60,
+        description="How long a worker or router may take to answer before an overview shows it as unreachable, in seconds.",
+    )
 
 
 class PoolsSection(Section):

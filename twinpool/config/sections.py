@@ -330,6 +330,12 @@ class MetricsConfig(Section):
     enabled: bool = Field(default=True, description="Serve /metrics.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port; 0: a free one.")
+    short_prompt_tokens: int = Field(
+        default=1024,
+        ge=1,
+        le=1 << 30,
+        description="Longest prompt whose time to first token counts among those of short ones, too.",
+    )
 
 
 class TracingConfig(Section):

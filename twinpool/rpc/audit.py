@@ -63,6 +63,7 @@ METHODS: Final = {
     "ControlService/RebalancePool": Audited(
         True, "pool", ("prefill", "decode", "auto", "dry_run", "timeout")
     ),
+    "ControlService/ListRequests": Audited(False, "router", ("state", "pool")),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
     "RouterService/TraceRequest": Audited(False, "request_id"),

@@ -31,6 +31,7 @@ _CALLERS: Final[dict[str, frozenset[str]]] = {
     "WorkerService": _OVERSEERS | {"router"},
     "HandoffService": frozenset({"worker"}),
     "RouterService/HandOver": frozenset({"router"}),
+    "RouterService/ListRouterRequests": frozenset({"control"}),
     "RouterService": _OVERSEERS | {"router"},
     "ControlService/ListWorkers": _OVERSEERS | {"router", "worker"},
     "ControlService": _OVERSEERS,

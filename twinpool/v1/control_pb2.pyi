@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from twinpool.v1 import telemetry_pb2 as _telemetry_pb2
 from twinpool.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -1688,3 +1689,472 @@ class ListWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class Overview(_message.Message):
+    """The cluster at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
+    SHORT_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    cluster: _builtins.str
+    """The cluster's name."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """When it was put together, on the control process's clock."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolLoad]:
+        """The pools, ordered by name."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
+        """The workers, ordered by name."""
+
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]:
+        """The routers, ordered by name."""
+
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
+        """The operations that are under way, the newest first, then a few that ended last."""
+
+    @_builtins.property
+    def time_to_first_token(self) -> _telemetry_pb2.LatencySummary:
+        """All routers together: from a request's arrival to its first token."""
+
+    @_builtins.property
+    def inter_token_latency(self) -> _telemetry_pb2.LatencySummary:
+        """All routers together: between two messages with tokens of one choice."""
+
+    @_builtins.property
+    def short_time_to_first_token(self) -> _telemetry_pb2.LatencySummary:
+        """All routers together: as time_to_first_token, of short prompts."""
+
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        cluster: _builtins.str = ...,
+        pools: _abc.Iterable[Global___PoolLoad] | None = ...,
+        workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        routers: _abc.Iterable[Global___RouterStatus] | None = ...,
+        operations: _abc.Iterable[Global___Operation] | None = ...,
+        time_to_first_token: _telemetry_pb2.LatencySummary | None = ...,
+        inter_token_latency: _telemetry_pb2.LatencySummary | None = ...,
+        short_time_to_first_token: _telemetry_pb2.LatencySummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "inter_token_latency", b"inter_token_latency", "short_time_to_first_token", b"short_time_to_first_token", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cluster", b"cluster", "inter_token_latency", b"inter_token_latency", "operations", b"operations", "pools", b"pools", "routers", b"routers", "short_time_to_first_token", b"short_time_to_first_token", "time_to_first_token", b"time_to_first_token", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Overview: _TypeAlias = Overview  # noqa: Y015
+
+@_typing.final
+class PoolLoad(_message.Message):
+    """A pool of workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
+        """Its roles: prefill, then decode."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        roles: _abc.Iterable[Global___RoleStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "roles", b"roles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
+
+@_typing.final
+class RoleStatus(_message.Message):
+    """The workers of a pool that have one role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    STARTING_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    FLIPPING_FIELD_NUMBER: _builtins.int
+    UNREADY_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    UTILIZATION_SWING_FIELD_NUMBER: _builtins.int
+    KV_USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    HIT_RATE_FIELD_NUMBER: _builtins.int
+    role: _worker_pb2.Role.ValueType
+    """The role."""
+    desired: _builtins.int
+    """Workers that are wanted; unset: not known."""
+    registered: _builtins.int
+    """Workers that are registered."""
+    ready: _builtins.int
+    """Of them, those that take work."""
+    starting: _builtins.int
+    """Those that load."""
+    draining: _builtins.int
+    """Those that leave."""
+    flipping: _builtins.int
+    """Those that change their role."""
+    unready: _builtins.int
+    """Those that are not fit for work now."""
+    unreachable: _builtins.int
+    """Those that did not answer in time."""
+    running: _builtins.int
+    """Sequences in running state."""
+    waiting: _builtins.int
+    """Sequences waiting for their first step."""
+    utilization: _builtins.float
+    """Mean share of the time that the workers spent in steps, 0 to 1."""
+    utilization_swing: _builtins.float
+    """The greatest minus the smallest of that mean in the last five minutes."""
+    kv_usage: _builtins.float
+    """Share of the blocks that sequences or pins hold, 0 to 1."""
+    prompt_tokens_per_second: _builtins.float
+    """Prompt tokens computed a second."""
+    generation_tokens_per_second: _builtins.float
+    """Tokens drawn a second."""
+    hit_rate: _builtins.float
+    """Share of prompt tokens that were found in the caches, 0 to 1; unset: none was looked up."""
+    def __init__(
+        self,
+        *,
+        role: _worker_pb2.Role.ValueType = ...,
+        desired: _builtins.int | None = ...,
+        registered: _builtins.int = ...,
+        ready: _builtins.int = ...,
+        starting: _builtins.int = ...,
+        draining: _builtins.int = ...,
+        flipping: _builtins.int = ...,
+        unready: _builtins.int = ...,
+        unreachable: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        utilization: _builtins.float = ...,
+        utilization_swing: _builtins.float = ...,
+        kv_usage: _builtins.float = ...,
+        prompt_tokens_per_second: _builtins.float = ...,
+        generation_tokens_per_second: _builtins.float = ...,
+        hit_rate: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_desired", b"_desired", "_hit_rate", b"_hit_rate", "desired", b"desired", "hit_rate", b"hit_rate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_desired", b"_desired", "_hit_rate", b"_hit_rate", "desired", b"desired", "draining", b"draining", "flipping", b"flipping", "generation_tokens_per_second", b"generation_tokens_per_second", "hit_rate", b"hit_rate", "kv_usage", b"kv_usage", "prompt_tokens_per_second", b"prompt_tokens_per_second", "ready", b"ready", "registered", b"registered", "role", b"role", "running", b"running", "starting", b"starting", "unreachable", b"unreachable", "unready", b"unready", "utilization", b"utilization", "utilization_swing", b"utilization_swing", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__desired: _TypeAlias = _typing.Literal["desired"]  # noqa: Y015
+    _WhichOneofArgType__desired: _TypeAlias = _typing.Literal["_desired", b"_desired"]  # noqa: Y015
+    _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
+    _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__desired) -> _WhichOneofReturnType__desired | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_rate) -> _WhichOneofReturnType__hit_rate | None: ...
+
+Global___RoleStatus: _TypeAlias = RoleStatus  # noqa: Y015
+
+@_typing.final
+class WorkerStatus(_message.Message):
+    """A worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    HIT_RATE_FIELD_NUMBER: _builtins.int
+    reachable: _builtins.bool
+    """Whether it answered."""
+    error: _builtins.str
+    """Why it did not."""
+    utilization: _builtins.float
+    """Share of the time spent in steps, 0 to 1."""
+    prompt_tokens_per_second: _builtins.float
+    """Prompt tokens computed a second."""
+    generation_tokens_per_second: _builtins.float
+    """Tokens drawn a second."""
+    hit_rate: _builtins.float
+    """Share of prompt tokens that were found in the cache, 0 to 1; unset: none was looked up."""
+    @_builtins.property
+    def record(self) -> Global___WorkerRecord:
+        """As it is registered."""
+
+    @_builtins.property
+    def counts(self) -> _worker_pb2.InspectResponse:
+        """What it said last; unset: nothing since it is known."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago it said so."""
+
+    @_builtins.property
+    def window(self) -> _duration_pb2.Duration:
+        """The rates below are means over so long before that; unset: it has been asked only once."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___WorkerRecord | None = ...,
+        reachable: _builtins.bool = ...,
+        error: _builtins.str = ...,
+        counts: _worker_pb2.InspectResponse | None = ...,
+        age: _duration_pb2.Duration | None = ...,
+        window: _duration_pb2.Duration | None = ...,
+        utilization: _builtins.float = ...,
+        prompt_tokens_per_second: _builtins.float = ...,
+        generation_tokens_per_second: _builtins.float = ...,
+        hit_rate: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "age", b"age", "counts", b"counts", "hit_rate", b"hit_rate", "record", b"record", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "age", b"age", "counts", b"counts", "error", b"error", "generation_tokens_per_second", b"generation_tokens_per_second", "hit_rate", b"hit_rate", "prompt_tokens_per_second", b"prompt_tokens_per_second", "reachable", b"reachable", "record", b"record", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
+    _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_rate) -> _WhichOneofReturnType__hit_rate | None: ...
+
+Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class RouterStatus(_message.Message):
+    """A router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    reachable: _builtins.bool
+    """Whether it answered."""
+    error: _builtins.str
+    """Why it did not."""
+    @_builtins.property
+    def record(self) -> Global___RouterRecord:
+        """As it is registered."""
+
+    @_builtins.property
+    def telemetry(self) -> _telemetry_pb2.RouterTelemetry:
+        """What it said last; unset: nothing since it is known."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago it said so."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___RouterRecord | None = ...,
+        reachable: _builtins.bool = ...,
+        error: _builtins.str = ...,
+        telemetry: _telemetry_pb2.RouterTelemetry | None = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "record", b"record", "telemetry", b"telemetry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "error", b"error", "reachable", b"reachable", "record", b"record", "telemetry", b"telemetry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
+
+@_typing.final
+class GetOverviewRequest(_message.Message):
+    """Asks for the cluster at this moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only this pool's workers; empty: all."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverviewRequest: _TypeAlias = GetOverviewRequest  # noqa: Y015
+
+@_typing.final
+class GetOverviewResponse(_message.Message):
+    """The cluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERVIEW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def overview(self) -> Global___Overview:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        overview: Global___Overview | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overview", b"overview"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overview", b"overview"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverviewResponse: _TypeAlias = GetOverviewResponse  # noqa: Y015
+
+@_typing.final
+class WatchOverviewRequest(_message.Message):
+    """Asks for the cluster again and again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only this pool's workers; empty: all."""
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """Time between two; unset: 1 s. From 0.2 s to 60 s."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchOverviewRequest: _TypeAlias = WatchOverviewRequest  # noqa: Y015
+
+@_typing.final
+class WatchOverviewResponse(_message.Message):
+    """The cluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERVIEW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def overview(self) -> Global___Overview:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        overview: Global___Overview | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overview", b"overview"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overview", b"overview"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchOverviewResponse: _TypeAlias = WatchOverviewResponse  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """Asks for requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"live", "ended", or a state as the state machine calls it; empty: all."""
+    pool: _builtins.str
+    """Only this pool; empty: all."""
+    router: _builtins.str
+    """Only this router's; empty: all."""
+    limit: _builtins.int
+    """Most requests to return; 0: 100, more than 1000 count as 1000."""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        router: _builtins.str = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "pool", b"pool", "router", b"router", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """The requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
+    found: _builtins.int
+    """Those that fit what was asked for, the returned ones included."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[_telemetry_pb2.RequestSummary]:
+        """The newest first."""
+
+    @_builtins.property
+    def unreachable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Routers that did not answer in time: their requests are missing."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[_telemetry_pb2.RequestSummary] | None = ...,
+        found: _builtins.int = ...,
+        unreachable: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "requests", b"requests", "unreachable", b"unreachable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015

@@ -105,6 +105,21 @@ class ControlServiceStub:
                 request_serializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolResponse.FromString,
                 _registered_method=True)
+        self.GetOverview = channel.unary_unary(
+                '/twinpool.v1.ControlService/GetOverview',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.GetOverviewRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.GetOverviewResponse.FromString,
+                _registered_method=True)
+        self.WatchOverview = channel.unary_stream(
+                '/twinpool.v1.ControlService/WatchOverview',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.WatchOverviewRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.WatchOverviewResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/twinpool.v1.ControlService/ListRequests',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -210,6 +225,27 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetOverview(self, request, context):
+        """The cluster at one moment: pools, workers, routers, operations under way. Whoever does not answer in time is shown as such.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchOverview(self, request, context):
+        """The same again and again, until the caller ends the stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -282,6 +318,21 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.RebalancePool,
                     request_deserializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_control__pb2.RebalancePoolResponse.SerializeToString,
+            ),
+            'GetOverview': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverview,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.GetOverviewRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.GetOverviewResponse.SerializeToString,
+            ),
+            'WatchOverview': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchOverview,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.WatchOverviewRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.WatchOverviewResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.ListRequestsRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.ListRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -663,6 +714,87 @@ class ControlService:
             '/twinpool.v1.ControlService/RebalancePool',
             twinpool_dot_v1_dot_control__pb2.RebalancePoolRequest.SerializeToString,
             twinpool_dot_v1_dot_control__pb2.RebalancePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOverview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/GetOverview',
+            twinpool_dot_v1_dot_control__pb2.GetOverviewRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.GetOverviewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchOverview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinpool.v1.ControlService/WatchOverview',
+            twinpool_dot_v1_dot_control__pb2.WatchOverviewRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.WatchOverviewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/ListRequests',
+            twinpool_dot_v1_dot_control__pb2.ListRequestsRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

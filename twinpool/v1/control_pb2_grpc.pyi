@@ -63,6 +63,12 @@ class ControlServiceStub:
     """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
     rebalanced by the control process itself, or not.
     """
+    GetOverview: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetOverviewRequest, _control_pb2.GetOverviewResponse]
+    """The cluster at one moment: pools, workers, routers, operations under way. Whoever does not answer in time is shown as such."""
+    WatchOverview: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchOverviewRequest, _control_pb2.WatchOverviewResponse]
+    """The same again and again, until the caller ends the stream."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListRequestsRequest, _control_pb2.ListRequestsResponse]
+    """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens."""
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -99,6 +105,12 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
     rebalanced by the control process itself, or not.
     """
+    GetOverview: _aio.UnaryUnaryMultiCallable[_control_pb2.GetOverviewRequest, _control_pb2.GetOverviewResponse]  # type: ignore[assignment]
+    """The cluster at one moment: pools, workers, routers, operations under way. Whoever does not answer in time is shown as such."""
+    WatchOverview: _aio.UnaryStreamMultiCallable[_control_pb2.WatchOverviewRequest, _control_pb2.WatchOverviewResponse]  # type: ignore[assignment]
+    """The same again and again, until the caller ends the stream."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_control_pb2.ListRequestsRequest, _control_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call. The control process serves it."""
@@ -216,5 +228,29 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         """Plans how a pool's workers are split between its roles, and begins it unless it is a dry run; or lets the pool be
         rebalanced by the control process itself, or not.
         """
+
+    @_abc_1.abstractmethod
+    def GetOverview(
+        self,
+        request: _control_pb2.GetOverviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetOverviewResponse, _abc.Awaitable[_control_pb2.GetOverviewResponse]]:
+        """The cluster at one moment: pools, workers, routers, operations under way. Whoever does not answer in time is shown as such."""
+
+    @_abc_1.abstractmethod
+    def WatchOverview(
+        self,
+        request: _control_pb2.WatchOverviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchOverviewResponse], _abc.AsyncIterator[_control_pb2.WatchOverviewResponse]]:
+        """The same again and again, until the caller ends the stream."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _control_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListRequestsResponse, _abc.Awaitable[_control_pb2.ListRequestsResponse]]:
+        """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

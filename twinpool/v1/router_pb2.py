@@ -27,56 +27,69 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from twinpool.v1 import control_pb2 as twinpool_dot_v1_dot_control__pb2
 from twinpool.v1 import inference_pb2 as twinpool_dot_v1_dot_inference__pb2
 from twinpool.v1 import resume_pb2 as twinpool_dot_v1_dot_resume__pb2
+from twinpool.v1 import telemetry_pb2 as twinpool_dot_v1_dot_telemetry__pb2
 from twinpool.v1 import worker_pb2 as twinpool_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/router.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19twinpool/v1/control.proto\x1a\x1btwinpool/v1/inference.proto\x1a\x18twinpool/v1/resume.proto\x1a\x18twinpool/v1/worker.proto\"\x16\n\x14InspectRouterRequest\"8\n\tCondition\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xaf\x01\n\x0cReportedLoad\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x04 \x01(\x04\x12\x18\n\x10\x61vailable_blocks\x18\x05 \x01(\r\x12\x1c\n\x14prefix_pinned_blocks\x18\x06 \x01(\r\"r\n\x0cReservedLoad\x12\x14\n\x0creservations\x18\x01 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x11\n\tsequences\x18\x04 \x01(\r\x12\x11\n\ttransfers\x18\x05 \x01(\r\"\xba\x01\n\x0eLocalityStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x16\n\x0eindexed_blocks\x18\x04 \x01(\x04\x12\x15\n\rnext_sequence\x18\x05 \x01(\x04\x12(\n\x05heard\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07resyncs\x18\x07 \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x08 \x01(\x04\"\x98\x02\n\x0cRouterWorker\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12+\n\x08reported\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.ReportedLoad\x12+\n\x08reserved\x18\x05 \x01(\x0b\x32\x19.twinpool.v1.ReservedLoad\x12-\n\x08locality\x18\x06 \x01(\x0b\x32\x1b.twinpool.v1.LocalityStatus\x12\x0e\n\x06served\x18\x07 \x01(\x04\"\xa0\x02\n\x15InspectRouterResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12*\n\nconditions\x18\x03 \x03(\x0b\x32\x16.twinpool.v1.Condition\x12*\n\x07workers\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.RouterWorker\x12\x18\n\x10prediction_error\x18\x05 \x01(\x01\x12\x13\n\x0bpredictions\x18\x06 \x01(\x04\x12\x14\n\x0cindex_blocks\x18\x07 \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x08 \x01(\x04\x12\x15\n\rindex_evicted\x18\t \x01(\x04\x12\x19\n\x11token_cache_bytes\x18\n \x01(\x04\"\xb6\x01\n\x13LookupPrefixRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.ChatMessagesH\x00\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tB\x08\n\x06prompt\"v\n\x0cPrefixHolder\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\"p\n\x14LookupPrefixResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rprompt_blocks\x18\x02 \x01(\r\x12*\n\x07holders\x18\x03 \x03(\x0b\x32\x19.twinpool.v1.PrefixHolder\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa6\x04\n\x0eTraceCandidate\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12%\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12)\n\nfetch_from\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\r\n\x05local\x18\x04 \x01(\x08\x12\x1d\n\x15prefill_cached_blocks\x18\x05 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x07 \x01(\r\x12/\n\x0cprefill_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x66\x65tch\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompute\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08transfer\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_wait\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04harm\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\"\x83\x01\n\x0fLocalityOutcome\x12\x14\n\x0cquery_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x65st_tokens\x18\x02 \x01(\r\x12\x17\n\x0fselected_tokens\x18\x03 \x01(\r\x12\x1a\n\ractual_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_actual_tokens\"\xe2\x01\n\x0cTraceAttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12)\n\x06placed\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05pairs\x18\x03 \x01(\r\x12+\n\x06\x63hosen\x18\x04 \x01(\x0b\x32\x1b.twinpool.v1.TraceCandidate\x12+\n\x06others\x18\x05 \x03(\x0b\x32\x1b.twinpool.v1.TraceCandidate\x12.\n\x08locality\x18\x06 \x01(\x0b\x32\x1c.twinpool.v1.LocalityOutcome\"r\n\nTraceEvent\x12%\n\x02\x61t\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65vent\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\"\xaa\x02\n\x14TraceRequestResponse\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x07\x61rrived\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\r\n\x05state\x18\x07 \x01(\t\x12\r\n\x05\x63\x61use\x18\x08 \x01(\t\x12\x10\n\x08obstacle\x18\t \x01(\t\x12+\n\x08\x61ttempts\x18\n \x03(\x0b\x32\x19.twinpool.v1.TraceAttempt\x12\'\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x17.twinpool.v1.TraceEvent\"\x17\n\x15\x46\x65tchRecordingRequest\";\n\x16\x46\x65tchRecordingResponse\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"n\n\x0fHandOverRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\x12\r\n\x05\x61sker\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0c\n\x04seal\x18\x06 \x01(\x0c\"{\n\x10HandOverResponse\x12)\n\x05state\x18\x01 \x01(\x0b\x32\x1a.twinpool.v1.PortableState\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x0f\n\x07pending\x18\x04 \x01(\x08\x32\xb7\x03\n\rRouterService\x12V\n\rInspectRouter\x12!.twinpool.v1.InspectRouterRequest\x1a\".twinpool.v1.InspectRouterResponse\x12S\n\x0cLookupPrefix\x12 .twinpool.v1.LookupPrefixRequest\x1a!.twinpool.v1.LookupPrefixResponse\x12S\n\x0cTraceRequest\x12 .twinpool.v1.TraceRequestRequest\x1a!.twinpool.v1.TraceRequestResponse\x12[\n\x0e\x46\x65tchRecording\x12\".twinpool.v1.FetchRecordingRequest\x1a#.twinpool.v1.FetchRecordingResponse0\x01\x12G\n\x08HandOver\x12\x1c.twinpool.v1.HandOverRequest\x1a\x1d.twinpool.v1.HandOverResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/router.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19twinpool/v1/control.proto\x1a\x1btwinpool/v1/inference.proto\x1a\x18twinpool/v1/resume.proto\x1a\x1btwinpool/v1/telemetry.proto\x1a\x18twinpool/v1/worker.proto\"\x16\n\x14InspectRouterRequest\"8\n\tCondition\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xaf\x01\n\x0cReportedLoad\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x04 \x01(\x04\x12\x18\n\x10\x61vailable_blocks\x18\x05 \x01(\r\x12\x1c\n\x14prefix_pinned_blocks\x18\x06 \x01(\r\"r\n\x0cReservedLoad\x12\x14\n\x0creservations\x18\x01 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x11\n\tsequences\x18\x04 \x01(\r\x12\x11\n\ttransfers\x18\x05 \x01(\r\"\xba\x01\n\x0eLocalityStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x16\n\x0eindexed_blocks\x18\x04 \x01(\x04\x12\x15\n\rnext_sequence\x18\x05 \x01(\x04\x12(\n\x05heard\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07resyncs\x18\x07 \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x08 \x01(\x04\"\x98\x02\n\x0cRouterWorker\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12+\n\x08reported\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.ReportedLoad\x12+\n\x08reserved\x18\x05 \x01(\x0b\x32\x19.twinpool.v1.ReservedLoad\x12-\n\x08locality\x18\x06 \x01(\x0b\x32\x1b.twinpool.v1.LocalityStatus\x12\x0e\n\x06served\x18\x07 \x01(\x04\"\xa0\x02\n\x15InspectRouterResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12*\n\nconditions\x18\x03 \x03(\x0b\x32\x16.twinpool.v1.Condition\x12*\n\x07workers\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.RouterWorker\x12\x18\n\x10prediction_error\x18\x05 \x01(\x01\x12\x13\n\x0bpredictions\x18\x06 \x01(\x04\x12\x14\n\x0cindex_blocks\x18\x07 \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x08 \x01(\x04\x12\x15\n\rindex_evicted\x18\t \x01(\x04\x12\x19\n\x11token_cache_bytes\x18\n \x01(\x04\"\xb6\x01\n\x13LookupPrefixRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.ChatMessagesH\x00\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tB\x08\n\x06prompt\"v\n\x0cPrefixHolder\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Role\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\"p\n\x14LookupPrefixResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rprompt_blocks\x18\x02 \x01(\r\x12*\n\x07holders\x18\x03 \x03(\x0b\x32\x19.twinpool.v1.PrefixHolder\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa6\x04\n\x0eTraceCandidate\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12%\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12)\n\nfetch_from\x18\x03 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\r\n\x05local\x18\x04 \x01(\x08\x12\x1d\n\x15prefill_cached_blocks\x18\x05 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x07 \x01(\r\x12/\n\x0cprefill_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x66\x65tch\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompute\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08transfer\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_wait\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04harm\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\"\x83\x01\n\x0fLocalityOutcome\x12\x14\n\x0cquery_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x65st_tokens\x18\x02 \x01(\r\x12\x17\n\x0fselected_tokens\x18\x03 \x01(\r\x12\x1a\n\ractual_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_actual_tokens\"\xe2\x01\n\x0cTraceAttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12)\n\x06placed\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05pairs\x18\x03 \x01(\r\x12+\n\x06\x63hosen\x18\x04 \x01(\x0b\x32\x1b.twinpool.v1.TraceCandidate\x12+\n\x06others\x18\x05 \x03(\x0b\x32\x1b.twinpool.v1.TraceCandidate\x12.\n\x08locality\x18\x06 \x01(\x0b\x32\x1c.twinpool.v1.LocalityOutcome\"r\n\nTraceEvent\x12%\n\x02\x61t\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65vent\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\"\xaa\x02\n\x14TraceRequestResponse\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x07\x61rrived\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\r\n\x05state\x18\x07 \x01(\t\x12\r\n\x05\x63\x61use\x18\x08 \x01(\t\x12\x10\n\x08obstacle\x18\t \x01(\t\x12+\n\x08\x61ttempts\x18\n \x03(\x0b\x32\x19.twinpool.v1.TraceAttempt\x12\'\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x17.twinpool.v1.TraceEvent\"\x17\n\x15\x46\x65tchRecordingRequest\";\n\x16\x46\x65tchRecordingResponse\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"n\n\x0fHandOverRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\x12\r\n\x05\x61sker\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0c\n\x04seal\x18\x06 \x01(\x0c\"{\n\x10HandOverResponse\x12)\n\x05state\x18\x01 \x01(\x0b\x32\x1a.twinpool.v1.PortableState\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x0f\n\x07pending\x18\x04 \x01(\x08\"\x15\n\x13GetTelemetryRequest\"l\n\x14GetTelemetryResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12/\n\ttelemetry\x18\x03 \x01(\x0b\x32\x1c.twinpool.v1.RouterTelemetry\"G\n\x19ListRouterRequestsRequest\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"Z\n\x1aListRouterRequestsResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.twinpool.v1.RequestSummary\x12\r\n\x05\x66ound\x18\x02 \x01(\r\"\'\n\x16ListHotPrefixesRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"C\n\x17ListHotPrefixesResponse\x12(\n\x08prefixes\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.HotPrefix2\xd1\x05\n\rRouterService\x12V\n\rInspectRouter\x12!.twinpool.v1.InspectRouterRequest\x1a\".twinpool.v1.InspectRouterResponse\x12S\n\x0cLookupPrefix\x12 .twinpool.v1.LookupPrefixRequest\x1a!.twinpool.v1.LookupPrefixResponse\x12S\n\x0cTraceRequest\x12 .twinpool.v1.TraceRequestRequest\x1a!.twinpool.v1.TraceRequestResponse\x12[\n\x0e\x46\x65tchRecording\x12\".twinpool.v1.FetchRecordingRequest\x1a#.twinpool.v1.FetchRecordingResponse0\x01\x12G\n\x08HandOver\x12\x1c.twinpool.v1.HandOverRequest\x1a\x1d.twinpool.v1.HandOverResponse\x12S\n\x0cGetTelemetry\x12 .twinpool.v1.GetTelemetryRequest\x1a!.twinpool.v1.GetTelemetryResponse\x12\x65\n\x12ListRouterRequests\x12&.twinpool.v1.ListRouterRequestsRequest\x1a\'.twinpool.v1.ListRouterRequestsResponse\x12\\\n\x0fListHotPrefixes\x12#.twinpool.v1.ListHotPrefixesRequest\x1a$.twinpool.v1.ListHotPrefixesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSPECTROUTERREQUEST']._serialized_start=214
-  _globals['_INSPECTROUTERREQUEST']._serialized_end=236
-  _globals['_CONDITION']._serialized_start=238
-  _globals['_CONDITION']._serialized_end=294
-  _globals['_REPORTEDLOAD']._serialized_start=297
-  _globals['_REPORTEDLOAD']._serialized_end=472
-  _globals['_RESERVEDLOAD']._serialized_start=474
-  _globals['_RESERVEDLOAD']._serialized_end=588
-  _globals['_LOCALITYSTATUS']._serialized_start=591
-  _globals['_LOCALITYSTATUS']._serialized_end=777
-  _globals['_ROUTERWORKER']._serialized_start=780
-  _globals['_ROUTERWORKER']._serialized_end=1060
-  _globals['_INSPECTROUTERRESPONSE']._serialized_start=1063
-  _globals['_INSPECTROUTERRESPONSE']._serialized_end=1351
-  _globals['_LOOKUPPREFIXREQUEST']._serialized_start=1354
-  _globals['_LOOKUPPREFIXREQUEST']._serialized_end=1536
-  _globals['_PREFIXHOLDER']._serialized_start=1538
-  _globals['_PREFIXHOLDER']._serialized_end=1656
-  _globals['_LOOKUPPREFIXRESPONSE']._serialized_start=1658
-  _globals['_LOOKUPPREFIXRESPONSE']._serialized_end=1770
-  _globals['_TRACEREQUESTREQUEST']._serialized_start=1772
-  _globals['_TRACEREQUESTREQUEST']._serialized_end=1813
-  _globals['_TRACECANDIDATE']._serialized_start=1816
-  _globals['_TRACECANDIDATE']._serialized_end=2366
-  _globals['_LOCALITYOUTCOME']._serialized_start=2369
-  _globals['_LOCALITYOUTCOME']._serialized_end=2500
-  _globals['_TRACEATTEMPT']._serialized_start=2503
-  _globals['_TRACEATTEMPT']._serialized_end=2729
-  _globals['_TRACEEVENT']._serialized_start=2731
-  _globals['_TRACEEVENT']._serialized_end=2845
-  _globals['_TRACEREQUESTRESPONSE']._serialized_start=2848
-  _globals['_TRACEREQUESTRESPONSE']._serialized_end=3146
-  _globals['_FETCHRECORDINGREQUEST']._serialized_start=3148
-  _globals['_FETCHRECORDINGREQUEST']._serialized_end=3171
-  _globals['_FETCHRECORDINGRESPONSE']._serialized_start=3173
-  _globals['_FETCHRECORDINGRESPONSE']._serialized_end=3232
-  _globals['_HANDOVERREQUEST']._serialized_start=3234
-  _globals['_HANDOVERREQUEST']._serialized_end=3344
-  _globals['_HANDOVERRESPONSE']._serialized_start=3346
-  _globals['_HANDOVERRESPONSE']._serialized_end=3469
-  _globals['_ROUTERSERVICE']._serialized_start=3472
-  _globals['_ROUTERSERVICE']._serialized_end=3911
+  _globals['_INSPECTROUTERREQUEST']._serialized_start=243
+  _globals['_INSPECTROUTERREQUEST']._serialized_end=265
+  _globals['_CONDITION']._serialized_start=267
+  _globals['_CONDITION']._serialized_end=323
+  _globals['_REPORTEDLOAD']._serialized_start=326
+  _globals['_REPORTEDLOAD']._serialized_end=501
+  _globals['_RESERVEDLOAD']._serialized_start=503
+  _globals['_RESERVEDLOAD']._serialized_end=617
+  _globals['_LOCALITYSTATUS']._serialized_start=620
+  _globals['_LOCALITYSTATUS']._serialized_end=806
+  _globals['_ROUTERWORKER']._serialized_start=809
+  _globals['_ROUTERWORKER']._serialized_end=1089
+  _globals['_INSPECTROUTERRESPONSE']._serialized_start=1092
+  _globals['_INSPECTROUTERRESPONSE']._serialized_end=1380
+  _globals['_LOOKUPPREFIXREQUEST']._serialized_start=1383
+  _globals['_LOOKUPPREFIXREQUEST']._serialized_end=1565
+  _globals['_PREFIXHOLDER']._serialized_start=1567
+  _globals['_PREFIXHOLDER']._serialized_end=1685
+  _globals['_LOOKUPPREFIXRESPONSE']._serialized_start=1687
+  _globals['_LOOKUPPREFIXRESPONSE']._serialized_end=1799
+  _globals['_TRACEREQUESTREQUEST']._serialized_start=1801
+  _globals['_TRACEREQUESTREQUEST']._serialized_end=1842
+  _globals['_TRACECANDIDATE']._serialized_start=1845
+  _globals['_TRACECANDIDATE']._serialized_end=2395
+  _globals['_LOCALITYOUTCOME']._serialized_start=2398
+  _globals['_LOCALITYOUTCOME']._serialized_end=2529
+  _globals['_TRACEATTEMPT']._serialized_start=2532
+  _globals['_TRACEATTEMPT']._serialized_end=2758
+  _globals['_TRACEEVENT']._serialized_start=2760
+  _globals['_TRACEEVENT']._serialized_end=2874
+  _globals['_TRACEREQUESTRESPONSE']._serialized_start=2877
+  _globals['_TRACEREQUESTRESPONSE']._serialized_end=3175
+  _globals['_FETCHRECORDINGREQUEST']._serialized_start=3177
+  _globals['_FETCHRECORDINGREQUEST']._serialized_end=3200
+  _globals['_FETCHRECORDINGRESPONSE']._serialized_start=3202
+  _globals['_FETCHRECORDINGRESPONSE']._serialized_end=3261
+  _globals['_HANDOVERREQUEST']._serialized_start=3263
+  _globals['_HANDOVERREQUEST']._serialized_end=3373
+  _globals['_HANDOVERRESPONSE']._serialized_start=3375
+  _globals['_HANDOVERRESPONSE']._serialized_end=3498
+  _globals['_GETTELEMETRYREQUEST']._serialized_start=3500
+  _globals['_GETTELEMETRYREQUEST']._serialized_end=3521
+  _globals['_GETTELEMETRYRESPONSE']._serialized_start=3523
+  _globals['_GETTELEMETRYRESPONSE']._serialized_end=3631
+  _globals['_LISTROUTERREQUESTSREQUEST']._serialized_start=3633
+  _globals['_LISTROUTERREQUESTSREQUEST']._serialized_end=3704
+  _globals['_LISTROUTERREQUESTSRESPONSE']._serialized_start=3706
+  _globals['_LISTROUTERREQUESTSRESPONSE']._serialized_end=3796
+  _globals['_LISTHOTPREFIXESREQUEST']._serialized_start=3798
+  _globals['_LISTHOTPREFIXESREQUEST']._serialized_end=3837
+  _globals['_LISTHOTPREFIXESRESPONSE']._serialized_start=3839
+  _globals['_LISTHOTPREFIXESRESPONSE']._serialized_end=3906
+  _globals['_ROUTERSERVICE']._serialized_start=3909
+  _globals['_ROUTERSERVICE']._serialized_end=4630
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from twinpool.v1 import control_pb2 as _control_pb2
 from twinpool.v1 import inference_pb2 as _inference_pb2
 from twinpool.v1 import resume_pb2 as _resume_pb2
+from twinpool.v1 import telemetry_pb2 as _telemetry_pb2
 from twinpool.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -869,3 +870,156 @@ class HandOverResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015
+
+@_typing.final
+class GetTelemetryRequest(_message.Message):
+    """Asks for a router's telemetry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTelemetryRequest: _TypeAlias = GetTelemetryRequest  # noqa: Y015
+
+@_typing.final
+class GetTelemetryResponse(_message.Message):
+    """A router's telemetry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    """The router's name."""
+    incarnation: _builtins.int
+    """Random number of this start of it."""
+    @_builtins.property
+    def telemetry(self) -> _telemetry_pb2.RouterTelemetry:
+        """What it says."""
+
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        telemetry: _telemetry_pb2.RouterTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router", b"router", "telemetry", b"telemetry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTelemetryResponse: _TypeAlias = GetTelemetryResponse  # noqa: Y015
+
+@_typing.final
+class ListRouterRequestsRequest(_message.Message):
+    """Asks for requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"live", "ended", or a state as the state machine calls it; empty: all."""
+    pool: _builtins.str
+    """Only this pool; empty: all."""
+    limit: _builtins.int
+    """Most requests to return; 0: 100, more than 1000 count as 1000."""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "pool", b"pool", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRouterRequestsRequest: _TypeAlias = ListRouterRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRouterRequestsResponse(_message.Message):
+    """The requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.int
+    """Those that fit what was asked for, the returned ones included."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[_telemetry_pb2.RequestSummary]:
+        """The newest first."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[_telemetry_pb2.RequestSummary] | None = ...,
+        found: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRouterRequestsResponse: _TypeAlias = ListRouterRequestsResponse  # noqa: Y015
+
+@_typing.final
+class ListHotPrefixesRequest(_message.Message):
+    """Asks for prefixes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Most prefixes to return; 0: 32, more than 256 count as 256."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHotPrefixesRequest: _TypeAlias = ListHotPrefixesRequest  # noqa: Y015
+
+@_typing.final
+class ListHotPrefixesResponse(_message.Message):
+    """The prefixes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[_telemetry_pb2.HotPrefix]:
+        """Those whose blocks were used again most, first."""
+
+    def __init__(
+        self,
+        *,
+        prefixes: _abc.Iterable[_telemetry_pb2.HotPrefix] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefixes", b"prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHotPrefixesResponse: _TypeAlias = ListHotPrefixesResponse  # noqa: Y015

@@ -60,6 +60,21 @@ class RouterServiceStub:
                 request_serializer=twinpool_dot_v1_dot_router__pb2.HandOverRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_router__pb2.HandOverResponse.FromString,
                 _registered_method=True)
+        self.GetTelemetry = channel.unary_unary(
+                '/twinpool.v1.RouterService/GetTelemetry',
+                request_serializer=twinpool_dot_v1_dot_router__pb2.GetTelemetryRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_router__pb2.GetTelemetryResponse.FromString,
+                _registered_method=True)
+        self.ListRouterRequests = channel.unary_unary(
+                '/twinpool.v1.RouterService/ListRouterRequests',
+                request_serializer=twinpool_dot_v1_dot_router__pb2.ListRouterRequestsRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_router__pb2.ListRouterRequestsResponse.FromString,
+                _registered_method=True)
+        self.ListHotPrefixes = channel.unary_unary(
+                '/twinpool.v1.RouterService/ListHotPrefixes',
+                request_serializer=twinpool_dot_v1_dot_router__pb2.ListHotPrefixesRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_router__pb2.ListHotPrefixesResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -102,6 +117,27 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTelemetry(self, request, context):
+        """The router's load and what the last minute was like. Cheap: it may be asked each second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRouterRequests(self, request, context):
+        """Requests that run here and those that ended of late, as the control process asks for them. Holds no text and no tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHotPrefixes(self, request, context):
+        """The beginnings that prompts of late had in common, and who holds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +165,21 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.HandOver,
                     request_deserializer=twinpool_dot_v1_dot_router__pb2.HandOverRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_router__pb2.HandOverResponse.SerializeToString,
+            ),
+            'GetTelemetry': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTelemetry,
+                    request_deserializer=twinpool_dot_v1_dot_router__pb2.GetTelemetryRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_router__pb2.GetTelemetryResponse.SerializeToString,
+            ),
+            'ListRouterRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRouterRequests,
+                    request_deserializer=twinpool_dot_v1_dot_router__pb2.ListRouterRequestsRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_router__pb2.ListRouterRequestsResponse.SerializeToString,
+            ),
+            'ListHotPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHotPrefixes,
+                    request_deserializer=twinpool_dot_v1_dot_router__pb2.ListHotPrefixesRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_router__pb2.ListHotPrefixesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +318,87 @@ class RouterService:
             '/twinpool.v1.RouterService/HandOver',
             twinpool_dot_v1_dot_router__pb2.HandOverRequest.SerializeToString,
             twinpool_dot_v1_dot_router__pb2.HandOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTelemetry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.RouterService/GetTelemetry',
+            twinpool_dot_v1_dot_router__pb2.GetTelemetryRequest.SerializeToString,
+            twinpool_dot_v1_dot_router__pb2.GetTelemetryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRouterRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.RouterService/ListRouterRequests',
+            twinpool_dot_v1_dot_router__pb2.ListRouterRequestsRequest.SerializeToString,
+            twinpool_dot_v1_dot_router__pb2.ListRouterRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHotPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.RouterService/ListHotPrefixes',
+            twinpool_dot_v1_dot_router__pb2.ListHotPrefixesRequest.SerializeToString,
+            twinpool_dot_v1_dot_router__pb2.ListHotPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

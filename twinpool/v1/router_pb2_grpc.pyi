@@ -45,6 +45,12 @@ class RouterServiceStub:
     """
     HandOver: _grpc.UnaryUnaryMultiCallable[_router_pb2.HandOverRequest, _router_pb2.HandOverResponse]
     """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another."""
+    GetTelemetry: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetTelemetryRequest, _router_pb2.GetTelemetryResponse]
+    """The router's load and what the last minute was like. Cheap: it may be asked each second."""
+    ListRouterRequests: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListRouterRequestsRequest, _router_pb2.ListRouterRequestsResponse]
+    """Requests that run here and those that ended of late, as the control process asks for them. Holds no text and no tokens."""
+    ListHotPrefixes: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListHotPrefixesRequest, _router_pb2.ListHotPrefixesResponse]
+    """The beginnings that prompts of late had in common, and who holds them."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -63,6 +69,12 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
     HandOver: _aio.UnaryUnaryMultiCallable[_router_pb2.HandOverRequest, _router_pb2.HandOverResponse]  # type: ignore[assignment]
     """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another."""
+    GetTelemetry: _aio.UnaryUnaryMultiCallable[_router_pb2.GetTelemetryRequest, _router_pb2.GetTelemetryResponse]  # type: ignore[assignment]
+    """The router's load and what the last minute was like. Cheap: it may be asked each second."""
+    ListRouterRequests: _aio.UnaryUnaryMultiCallable[_router_pb2.ListRouterRequestsRequest, _router_pb2.ListRouterRequestsResponse]  # type: ignore[assignment]
+    """Requests that run here and those that ended of late, as the control process asks for them. Holds no text and no tokens."""
+    ListHotPrefixes: _aio.UnaryUnaryMultiCallable[_router_pb2.ListHotPrefixesRequest, _router_pb2.ListHotPrefixesResponse]  # type: ignore[assignment]
+    """The beginnings that prompts of late had in common, and who holds them."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators ask of a router: what it knows, and why it decided as it did."""
@@ -108,5 +120,29 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.HandOverResponse, _abc.Awaitable[_router_pb2.HandOverResponse]]:
         """Another router goes on with a resumable answer: it ends here, and its state is returned. Routers ask it of one another."""
+
+    @_abc_1.abstractmethod
+    def GetTelemetry(
+        self,
+        request: _router_pb2.GetTelemetryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetTelemetryResponse, _abc.Awaitable[_router_pb2.GetTelemetryResponse]]:
+        """The router's load and what the last minute was like. Cheap: it may be asked each second."""
+
+    @_abc_1.abstractmethod
+    def ListRouterRequests(
+        self,
+        request: _router_pb2.ListRouterRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ListRouterRequestsResponse, _abc.Awaitable[_router_pb2.ListRouterRequestsResponse]]:
+        """Requests that run here and those that ended of late, as the control process asks for them. Holds no text and no tokens."""
+
+    @_abc_1.abstractmethod
+    def ListHotPrefixes(
+        self,
+        request: _router_pb2.ListHotPrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ListHotPrefixesResponse, _abc.Awaitable[_router_pb2.ListHotPrefixesResponse]]:
+        """The beginnings that prompts of late had in common, and who holds them."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

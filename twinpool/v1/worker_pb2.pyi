@@ -1142,6 +1142,16 @@ class InspectResponse(_message.Message):
     PREFIX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_PINS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_TIME_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    UPTIME_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_FIELD_NUMBER: _builtins.int
+    QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Its role now."""
     total_blocks: _builtins.int
@@ -1176,9 +1186,35 @@ class InspectResponse(_message.Message):
     """Prefix pins."""
     epoch: _builtins.int
     """Its epoch now."""
+    running: _builtins.int
+    """Sequences in running state."""
+    waiting: _builtins.int
+    """Sequences waiting for their first step."""
+    waiting_prefill_tokens: _builtins.int
+    """Prompt tokens not computed yet."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens computed since the start."""
+    generation_tokens: _builtins.int
+    """Tokens drawn since the start."""
+    query_tokens: _builtins.int
+    """Prompt tokens looked up in the cache since the start."""
+    hit_tokens: _builtins.int
+    """Those of them that were found."""
     @_builtins.property
     def worker(self) -> Global___WorkerId:
         """Who answers."""
+
+    @_builtins.property
+    def step_time(self) -> _duration_pb2.Duration:
+        """Median of the last steps' durations."""
+
+    @_builtins.property
+    def busy(self) -> _duration_pb2.Duration:
+        """Time in steps since the start."""
+
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration:
+        """Since the start, on the worker's monotonic clock."""
 
     def __init__(
         self,
@@ -1201,10 +1237,20 @@ class InspectResponse(_message.Message):
         prefix_pinned_blocks: _builtins.int = ...,
         prefix_pins: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        waiting_prefill_tokens: _builtins.int = ...,
+        step_time: _duration_pb2.Duration | None = ...,
+        busy: _duration_pb2.Duration | None = ...,
+        uptime: _duration_pb2.Duration | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        generation_tokens: _builtins.int = ...,
+        query_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "step_time", b"step_time", "uptime", b"uptime", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "epoch", b"epoch", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "requests", b"requests", "role", b"role", "sessions", b"sessions", "total_blocks", b"total_blocks", "transfers", b"transfers", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes_read", b"bytes_read", "cached_blocks", b"cached_blocks", "epoch", b"epoch", "fence_failures", b"fence_failures", "free_blocks", b"free_blocks", "generation_tokens", b"generation_tokens", "held_blocks", b"held_blocks", "hit_tokens", b"hit_tokens", "kept_answers", b"kept_answers", "kv_bytes_per_token", b"kv_bytes_per_token", "pinned_blocks", b"pinned_blocks", "prefix_pinned_blocks", b"prefix_pinned_blocks", "prefix_pins", b"prefix_pins", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "query_tokens", b"query_tokens", "requests", b"requests", "role", b"role", "running", b"running", "sessions", b"sessions", "step_time", b"step_time", "total_blocks", b"total_blocks", "transfers", b"transfers", "uptime", b"uptime", "waiting", b"waiting", "waiting_prefill_tokens", b"waiting_prefill_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

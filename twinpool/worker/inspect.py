@@ -6,6 +6,7 @@ from twinpool.ids import WorkerKey
 from twinpool.transfer.thread import TransferThread
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.commands import worker_id
+from twinpool.worker.load import duration
 from twinpool.worker.observer import WorkerObserver
 from twinpool.worker.parts import WorkerParts
 from twinpool.worker.step_loop import LoopEndedError, StepLoop, outcome
@@ -29,6 +30,7 @@ class Inspector:
         self._transfer = transfer
         self._observer = observer
         self._kv_bytes_per_token = kv_bytes_per_token
+        self._started = parts.clock()
 
     async def inspect(self, sessions: int) -> pb.InspectResponse:
         """Waits for the end of the running step. Raises DRAINING once the step loop has ended."""
@@ -40,6 +42,7 @@ class Inspector:
     def counts(self, sessions: int) -> pb.InspectResponse:
         """On the step thread."""
         blocks, pulls = self._parts.blocks, self._parts.pulls
+        scheduler, totals = self._parts.scheduler, self._parts.totals
         return pb.InspectResponse(
             worker=worker_id(self._worker),
             role=self._loop.role.role,
@@ -59,4 +62,14 @@ class Inspector:
             prefix_pinned_blocks=blocks.prefix_pinned_blocks,
             prefix_pins=blocks.prefix_pins,
             epoch=self._loop.role.epoch,
+            running=scheduler.running,
+            waiting=scheduler.waiting + scheduler.reserved,
+            waiting_prefill_tokens=scheduler.waiting_tokens,
+            step_time=duration(self._loop.load.step_seconds()),
+            busy=duration(totals.busy_seconds),
+            uptime=duration(self._parts.clock() - self._started),
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            query_tokens=totals.query_tokens,
+            hit_tokens=totals.hit_tokens,
         )

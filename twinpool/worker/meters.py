@@ -5,7 +5,9 @@ from typing import Final
 
 from twinpool import metrics
 from twinpool._core import StepPlan
+from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.parts import WorkerParts
+from twinpool.worker.totals import Utilization
 
 REFRESH_SECONDS: Final = 0.25
 """Gauges are set so often at most: a scraper comes every few seconds, a step every few milliseconds."""
@@ -17,6 +19,8 @@ class Meters:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._refreshed_at = float("-inf")
+        self._utilization = Utilization(parts.clock())
+        self._role = ""
         limits = parts.limits
         metrics.WORKER_CACHE_CONFIG.info(
             {"block_size": str(limits.block_tokens), "num_gpu_blocks": str(limits.num_blocks)}
@@ -25,11 +29,15 @@ class Meters:
     def step(self, plan: StepPlan, plan_seconds: float, step_seconds: float) -> None:
         """A step ran."""
         tokens, decodes = int(plan.q_start[-1]), plan.num_decodes
+        drawn, totals = int(plan.sample.sum()), self._parts.totals
+        totals.busy_seconds += step_seconds
+        totals.prompt_tokens += tokens - decodes
+        totals.generation_tokens += drawn
         metrics.WORKER_STEP_TIME.observe(step_seconds)
         metrics.WORKER_PLAN_TIME.observe(plan_seconds)
         metrics.WORKER_STEP_TOKENS.observe(tokens)
         metrics.WORKER_PROMPT_TOKENS.inc(tokens - decodes)
-        metrics.WORKER_GENERATION_TOKENS.inc(int(plan.sample.sum()))
+        metrics.WORKER_GENERATION_TOKENS.inc(drawn)
         preempted = len(plan.preempted)
         if preempted:
             metrics.WORKER_PREEMPTIONS.inc(preempted)
@@ -41,11 +49,12 @@ class Meters:
         """A step raised."""
         metrics.WORKER_STEP_FAILURES.inc()
 
-    def tick(self, now: float) -> None:
-        """Sets the gauges, unless that was done a moment ago."""
+    def tick(self, now: float, role: "pb.Role.ValueType") -> None:
+        """Sets the gauges, unless that was done a moment ago. ``role``: the worker's own at this moment."""
         if now < self._refreshed_at + REFRESH_SECONDS:
             return
         self._refreshed_at = now
+        self._show_utilization(now, pb.Role.Name(role).removeprefix("ROLE_").lower())
         scheduler, blocks, pulls = self._parts.scheduler, self._parts.blocks, self._parts.pulls
         metrics.WORKER_REQUESTS_RUNNING.set(scheduler.running)
         metrics.WORKER_REQUESTS_WAITING.set(scheduler.waiting + scheduler.reserved)
@@ -64,3 +73,13 @@ class Meters:
         metrics.HANDOFF_OFFERS.set(self._parts.offers.open)
         metrics.HANDOFF_TRANSFERS.set(pulls.waiting + pulls.draining)
         metrics.HANDOFF_QUARANTINED_BLOCKS.set(pulls.quarantined_blocks)
+
+    def _show_utilization(self, now: float, role: str) -> None:
+        if self._role not in ("", role):
+            # The time before belongs to another role.
+            for gauge in (metrics.WORKER_UTILIZATION, metrics.WORKER_UTILIZATION_SWING):
+                gauge.remove(self._role)
+        if self._utilization.sample(now, self._parts.totals.busy_seconds) or self._role != role:
+            metrics.WORKER_UTILIZATION.labels(role).set(self._utilization.mean)
+            metrics.WORKER_UTILIZATION_SWING.labels(role).set(self._utilization.swing)
+        self._role = role

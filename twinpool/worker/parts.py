@@ -2,7 +2,7 @@
 """What a role works with: the pieces of a worker that the step thread owns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from twinpool._core import BlockManager, StepScheduler
 from twinpool.ids import WorkerKey
@@ -13,6 +13,7 @@ from twinpool.worker.kept import KeptAnswers
 from twinpool.worker.outbox import Outbox
 from twinpool.worker.prefix_fetch import PrefixFetcher
 from twinpool.worker.prefix_pins import PrefixPins
+from twinpool.worker.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,4 @@ class WorkerParts:
     kept: KeptAnswers
     pins: PrefixPins
     clock: Callable[[], float]
+    totals: Totals = field(default_factory=Totals)

@@ -64,6 +64,7 @@ class RoleBase(ABC, Generic[A, W]):
         self._kept = parts.kept
         self._outbox = parts.outbox
         self._clock = parts.clock
+        self._totals = parts.totals
         self._attempts: AttemptTable[A] = AttemptTable()
 
     @property
@@ -228,9 +229,10 @@ class RoleBase(ABC, Generic[A, W]):
             log.exception("attempt_raised", attempt=str(attempt.key))
             self._fail(attempt, pb.FAILURE_REASON_INTERNAL, f"{type(error).__name__} in the worker")
 
-    @staticmethod
-    def _count_prefix(prompt_tokens: int, cached_tokens: int) -> None:
+    def _count_prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A prompt was looked up in the prefix cache."""
+        self._totals.query_tokens += prompt_tokens
+        self._totals.hit_tokens += cached_tokens
         metrics.WORKER_PREFIX_QUERIES.inc(prompt_tokens)
         metrics.WORKER_PREFIX_HITS.inc(cached_tokens)
 

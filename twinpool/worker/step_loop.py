@@ -226,7 +226,7 @@ class StepLoop:
             self._pins.tick(now)
         self._poison()
         self.load.tick(now)
-        self._meters.tick(now)
+        self._meters.tick(now, self.role.role)
         # What commands caused must not wait for a step that may take long.
         self._outbox.flush()
         worked = self._step(now)

@@ -23,6 +23,7 @@ from twinpool import rpc
 from twinpool._core import BlockManager, SchedulerConfig, StepScheduler
 from twinpool.config import RpcConfig, SessionsSection, TwinpoolConfig
 from twinpool.control.operations import Operations
+from twinpool.control.overview.collect import Collector
 from twinpool.control.service import ControlServicer
 from twinpool.errors import TABLE, from_rpc_error
 from twinpool.ids import WorkerKey
@@ -47,6 +48,8 @@ METHODS: list[tuple[str, type]] = [
     ("WorkerService/TakePrefixes", worker_pb2.TakePrefixesRequest),
     ("WorkerService/PinPrefix", worker_pb2.PinPrefixRequest),
     ("WorkerService/ReleasePrefix", worker_pb2.ReleasePrefixRequest),
+    ("ControlService/GetOverview", control_pb2.GetOverviewRequest),
+    ("ControlService/ListRequests", control_pb2.ListRequestsRequest),
 ]
 KINDS = [kind for _, kind in METHODS]
 KEY = WorkerKey("w", 7)
@@ -61,6 +64,9 @@ class Records:
             worker=worker_id(KEY), pool="default", role=worker_pb2.ROLE_DECODE, endpoint="127.0.0.1:1"
         )
         return [record] if pool in ("", record.pool) else []
+
+    def routers(self) -> list[control_pb2.RouterRecord]:
+        return [control_pb2.RouterRecord(name="r", endpoint="127.0.0.1:1")]
 
     def put(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -135,6 +141,8 @@ class World:
         generations = np.zeros(64, np.uint64)
         self.blocks = BlockManager(64, 16, generations)
         operations = Still(records, TwinpoolConfig(), records, nothing, nothing)
+        collector = Collector(TwinpoolConfig(), records, operations.all)
+        self.stack.push_async_callback(collector.close)
         service = WorkerService(
             worker=KEY, limits=limits, loop=steps, inspector=nothing, heat=nothing,
             taker=PrefixTaker(steps, nothing, limits), on_drain=self.nothing.drained.append,
@@ -146,7 +154,7 @@ class World:
         server.add(
             "twinpool.v1.ControlService",
             control_pb2_grpc.add_ControlServiceServicer_to_server,
-            ControlServicer(records, operations),
+            ControlServicer(records, operations, collector),
         )
         server.add("twinpool.v1.WorkerService", worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
         target = f"127.0.0.1:{server.bind('127.0.0.1')}"

@@ -48,6 +48,9 @@ METHODS: list[tuple[str, type]] = [
     ("RouterService/FetchRecording", router_pb2.FetchRecordingRequest),
     ("ChatService/Resume", chat_pb2.ChatServiceResumeRequest),
     ("InferenceService/Release", pb.ReleaseRequest),
+    ("RouterService/GetTelemetry", router_pb2.GetTelemetryRequest),
+    ("RouterService/ListRouterRequests", router_pb2.ListRouterRequestsRequest),
+    ("RouterService/ListHotPrefixes", router_pb2.ListHotPrefixesRequest),
 ]
 KINDS = [kind for _, kind in METHODS]
 STREAMS = {"Generate", "Resume", "Chat", "FetchRecording"}

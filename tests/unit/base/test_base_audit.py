@@ -35,7 +35,13 @@ UNAUDITED = {
     "ControlService/DescribeWorker",
     "ControlService/ListEvents",
     "ControlService/WatchEvents",
+    "ControlService/GetOverview",
+    "ControlService/WatchOverview",
     "WorkerService/Inspect",
+    "RouterService/GetTelemetry",
+    "RouterService/ListHotPrefixes",
+    # The control process alone may ask, and writes down who asked it.
+    "RouterService/ListRouterRequests",
     # Work, and what processes of the cluster tell one another.
     "WorkerService/Session",
     "WorkerService/TakePrefixes",

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info
 
 from twinpool import launch, metrics
 from twinpool.errors import ConfigError, TwinpoolError
+from twinpool.metrics.page import render
 
 METRICS = {
     name: value
@@ -42,6 +43,14 @@ def test_all_metrics_follow_the_naming_rules() -> None:
         assert re.fullmatch(r"[a-z0-9_]+", family.name), name
         assert not re.search(r"_(time|size|counter|total)$", family.name), name
         assert family.documentation.endswith("."), name
+
+
+def test_the_page_is_made_from_the_metrics() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == render(), (
+        "python -m twinpool.metrics > docs/metrics.md"
+    )
+    rows = re.findall(r"^\| `(twinpool_\w+)` \|", render(), re.MULTILINE)
+    assert len(rows) == len(set(rows)) == len({id(metric) for metric in METRICS.values()})
 
 
 def test_labels_are_bounded() -> None:

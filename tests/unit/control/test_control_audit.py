@@ -12,6 +12,7 @@ import pytest
 from tests.unit.control.test_control_operations import FakePools, Worker, sees, world
 from twinpool import rpc
 from twinpool.config import RpcConfig, TwinpoolConfig
+from twinpool.control.overview.collect import Collector
 from twinpool.control.service import ControlServer
 from twinpool.errors import from_rpc_error
 from twinpool.store import StoreServer, start_store
@@ -37,7 +38,8 @@ async def test_operations_are_written_down_and_not_begun_otherwise(
         async def ask(file: str, method: str) -> str:
             """The id of the operation, or why there is none."""
             config = TwinpoolConfig.model_validate({"audit": {"file": file}})
-            control = ControlServer(config, made.view, made.operations)
+            collector = Collector(config, made.view, made.operations.all)
+            control = ControlServer(config, made.view, made.operations, collector)
             await control.start()
             async with rpc.channel(control.endpoint, RpcConfig()) as channel:
                 stub = control_pb2_grpc.ControlServiceStub(channel)
@@ -52,6 +54,7 @@ async def test_operations_are_written_down_and_not_begun_otherwise(
                     return from_rpc_error(error).reason
                 finally:
                     await control.stop()
+                    await collector.close()
 
         assert await ask(full, "DrainWorker") == "AUDIT_UNAVAILABLE"
         assert made.operations.all() == []

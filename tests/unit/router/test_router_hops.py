@@ -17,6 +17,7 @@ from twinpool.ids import WorkerKey
 from twinpool.router.admission import Admission, core_config
 from twinpool.router.models import ModelTable
 from twinpool.router.outcome import core_error, found, lost, said_by
+from twinpool.router.recent import Recent
 from twinpool.router.request import Group, Prepared
 from twinpool.router.timing import HOPS, HopClock
 from twinpool.router.tokenize import TokenizeHop
@@ -76,7 +77,7 @@ def test_hops_are_the_fields_of_the_timings() -> None:
     fields = [field.name for field in inference.HopTimings.DESCRIPTOR.fields]
     assert [hop.name for hop in HOPS] == fields[: len(HOPS)]
     assert {hop.event for hop in HOPS} - {""} <= set(RouterCore.EVENTS)
-    clock = HopClock(10.0, 10.5)
+    clock = HopClock(10.0, 10.5, 3, Recent(1))
     clock.mark(HOPS[1], 11.0)
     clock.mark(HOPS[1], 12.0)
     timings = clock.finish(1)

@@ -97,7 +97,7 @@ class FakeRole:
 
 
 class NoMeters:
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, role: object) -> None:
         pass
 
     def step(self, plan: object, planned: float, seconds: float) -> None:

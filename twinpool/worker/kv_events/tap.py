@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from twinpool import metrics
 from twinpool._core import BlockManager
 from twinpool.worker.kv_events.shadow import RawEvent
 
@@ -35,6 +36,9 @@ class CacheTap:
         """Hands over what happened since the last call."""
         events = self._blocks.drain_events()
         if events:
+            metrics.WORKER_EVICTED_BLOCKS.inc(
+                sum(len(hashes) for kind, hashes, _ in events if kind == "removed")
+            )
             self._publish(
                 [
                     RawEvent(hashes.tobytes(), parent, parent in self._roots)

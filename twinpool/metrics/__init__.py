@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric of every process: names, help, labels and buckets. Nothing but this and ``metric_roles`` defines one.
+"""Every metric of every process: names, help, labels and buckets. Nothing outside of this package defines one, and
+docs/metrics.md is made from it.
 
 Names are ``twinpool_<component>_<what>_<unit>``, with vLLM's suffixes where vLLM has the same metric. Label sets are
 bounded: pool, role, worker, reason, code; never a request id. One process has one router or one worker, so labels
@@ -15,8 +16,6 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 
 from twinpool import __version__
 from twinpool.metric_buckets import (
-    BYTE_BUCKETS,
-    COUNT_BUCKETS,
     ITL_BUCKETS,
     LATENCY_BUCKETS,
     RATIO_BUCKETS,
@@ -25,7 +24,9 @@ from twinpool.metric_buckets import (
     TTFT_BUCKETS,
 )
 from twinpool.metric_endpoint import start_http as start_http
-from twinpool.metric_roles import *  # noqa: F403 - metrics like those below
+from twinpool.metrics.roles import *  # noqa: F403
+from twinpool.metrics.store import *  # noqa: F403
+from twinpool.metrics.transfer import *  # noqa: F403
 
 # --- every process ------------------------------------------------------------------------
 
@@ -103,6 +104,11 @@ ROUTER_REQUEST_GENERATION_TOKENS = Histogram(
 ROUTER_TTFT = Histogram(
     "twinpool_router_time_to_first_token_seconds",
     "From a request's arrival to its first token.",
+    buckets=TTFT_BUCKETS,
+)
+ROUTER_SHORT_TTFT = Histogram(
+    "twinpool_router_short_time_to_first_token_seconds",
+    "As twinpool_router_time_to_first_token_seconds, of prompts of at most router.short_prompt_tokens.",
     buckets=TTFT_BUCKETS,
 )
 ROUTER_ITL = Histogram(
@@ -296,7 +302,10 @@ WORKER_SWAPPED_BLOCKS = Counter(
     "Blocks of preempted sequences copied to host memory (direction out) and back (in).",
     ["direction"],
 )
-WORKER_EVICTED_BLOCKS = Counter("twinpool_worker_evicted_blocks", "Cached blocks given to other content.")
+WORKER_EVICTED_BLOCKS = Counter(
+    "twinpool_worker_evicted_blocks",
+    "Cached blocks that are cached no more: evicted, or dropped with the cache.",
+)
 WORKER_PROMPT_TOKENS = Counter("twinpool_worker_prompt_tokens", "Prompt tokens computed.")
 WORKER_GENERATION_TOKENS = Counter("twinpool_worker_generation_tokens", "Tokens drawn.")
 WORKER_STEP_TIME = Histogram(
@@ -324,6 +333,14 @@ WORKER_UNREADY = Gauge(
     "1 while the worker is not ready for this cause: event_loop, step_loop, transfer_thread, transfer, lease.",
     ["cause"],
 )
+WORKER_UTILIZATION = Gauge(
+    "twinpool_worker_utilization_ratio", "Share of the last 10 s spent in steps, 0 to 1, by role.", ["role"]
+)
+WORKER_UTILIZATION_SWING = Gauge(
+    "twinpool_worker_utilization_swing_ratio",
+    "The greatest minus the smallest such share of the last 5 minutes, by role.",
+    ["role"],
+)
 WORKER_MODEL_LOAD_TIME = Gauge("twinpool_worker_model_load_seconds", "Time that loading the model took.")
 
 # --- worker: KV events and locality -------------------------------------------------------
@@ -340,59 +357,3 @@ WORKER_LOCALITY_WRITES = Counter(
     ["kind", "result"],
 )
 WORKER_LOCALITY_BYTES = Counter("twinpool_worker_locality_bytes", "Bytes of locality written to etcd.")
-
-# --- worker: hand-off and NIXL ------------------------------------------------------------
-
-NIXL_XFER_TIME = Histogram(
-    "twinpool_worker_nixl_xfer_time_seconds", "One read, from post to done.", buckets=SHORT_BUCKETS
-)
-NIXL_POST_TIME = Histogram(
-    "twinpool_worker_nixl_post_time_seconds", "Posting one read.", buckets=SHORT_BUCKETS
-)
-NIXL_BYTES = Histogram("twinpool_worker_nixl_bytes_transferred", "Bytes of one read.", buckets=BYTE_BUCKETS)
-NIXL_DESCRIPTORS = Histogram(
-    "twinpool_worker_nixl_num_descriptors", "Descriptors of one read.", buckets=COUNT_BUCKETS
-)
-NIXL_FAILED_TRANSFERS = Counter(
-    "twinpool_worker_nixl_num_failed_transfers", "Reads that failed or timed out, by reason.", ["reason"]
-)
-NIXL_FAILED_NOTIFICATIONS = Counter(
-    "twinpool_worker_nixl_num_failed_notifications", "Releases that could not be sent to the owner."
-)
-NIXL_KV_EXPIRED = Counter(
-    "twinpool_worker_nixl_num_kv_expired_reqs", "Offers whose lease ended before the reader released them."
-)
-HANDOFF_FENCE_FAILURES = Counter(
-    "twinpool_worker_fence_failures", "Tickets or reads that a fence refused, by reason.", ["reason"]
-)
-HANDOFF_OFFERS = Gauge("twinpool_worker_offers", "Offers that hold pins.")
-HANDOFF_TRANSFERS = Gauge("twinpool_worker_transfers", "Reads in flight.")
-HANDOFF_QUARANTINED_BLOCKS = Gauge(
-    "twinpool_worker_quarantined_blocks", "Destination blocks that wait for the end of a read."
-)
-HANDOFF_UNKNOWN_TRANSFERS = Counter(
-    "twinpool_worker_unknown_transfers", "Messages about a transfer that is not known, by kind.", ["kind"]
-)
-HANDOFF_PEERS = Gauge("twinpool_worker_peers", "Workers connected for hand-off.")
-
-# --- store and membership -----------------------------------------------------------------
-
-STORE_CALLS = Histogram(
-    "twinpool_store_call_time_seconds",
-    "One call of etcd, by operation.",
-    ["operation"],
-    buckets=SHORT_BUCKETS,
-)
-STORE_FAILURES = Counter("twinpool_store_failures", "Calls of etcd that failed, by operation.", ["operation"])
-STORE_CONNECTED = Gauge("twinpool_store_watch_connected", "1 while the watch is established.", ["watch"])
-STORE_WATCH_RESTARTS = Counter(
-    "twinpool_store_watch_restarts", "Watches set up anew, by cause.", ["watch", "cause"]
-)
-MEMBERSHIP_REGISTERED = Gauge("twinpool_membership_registered", "1 while this process is registered.")
-MEMBERSHIP_LEASE_LOSSES = Counter("twinpool_membership_lease_losses", "Leases that ended against our will.")
-MEMBERSHIP_INVALID_RECORDS = Counter(
-    "twinpool_membership_invalid_records", "Records in etcd that could not be used, by cause.", ["cause"]
-)
-MEMBERSHIP_EVENTS = Counter(
-    "twinpool_membership_events", "Changes of the workers seen in etcd, by kind.", ["kind"]
-)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the last minute was like: percentiles of the times that clients see, and counts.
+
+Times go into sketches. Counts are differences of the metrics, of which a copy is kept each 5 s: they cost a request nothing.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from prometheus_client import Counter
+from prometheus_client.samples import Sample
+
+from twinpool import metrics
+from twinpool.sketch import SLOT_SECONDS, WINDOW_SECONDS, Sketch, summary
+from twinpool.v1 import telemetry_pb2 as pb
+
+_COUNTED: Final = {
+    "prompt_tokens": metrics.ROUTER_PROMPT_TOKENS,
+    "generation_tokens": metrics.ROUTER_GENERATION_TOKENS,
+    "query_tokens": metrics.ROUTER_QUERY_TOKENS,
+    "cached_tokens": metrics.ROUTER_CACHED_TOKENS,
+}
+_BY_REASON: Final = {"ended": metrics.ROUTER_REQUESTS, "refused": metrics.ROUTER_REJECTIONS}
+
+Key = tuple[str, str]
+
+
+class Recent:
+    """One a router. On its event loop."""
+
+    def __init__(self, short_prompt_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``short_prompt_tokens``: longest prompt of a request that counts as short."""
+        self._short = short_prompt_tokens
+        self._clock = clock
+        self.ttft, self.itl, self.short_ttft = Sketch(clock), Sketch(clock), Sketch(clock)
+        self._copies: deque[tuple[float, Mapping[Key, float]]] = deque()
+        self.watch()
+
+    def first_token(self, seconds: float, prompt_tokens: int) -> None:
+        """A request's first token is about to be written, so long after the request's arrival."""
+        metrics.ROUTER_TTFT.observe(seconds)
+        self.ttft.add(seconds)
+        if prompt_tokens <= self._short:
+            metrics.ROUTER_SHORT_TTFT.observe(seconds)
+            self.short_ttft.add(seconds)
+
+    def next_tokens(self, seconds: float) -> None:
+        """Further tokens are about to be written, so long after the ones before."""
+        metrics.ROUTER_ITL.observe(seconds)
+        self.itl.add(seconds)
+
+    def watch(self) -> None:
+        """Copies the counts if that is due. To be called now and then."""
+        now = self._clock()
+        if self._copies and now < self._copies[-1][0] + SLOT_SECONDS:
+            return
+        self._copies.append((now, _counts()))
+        while len(self._copies) > 1 and self._copies[1][0] <= now - WINDOW_SECONDS:
+            self._copies.popleft()
+
+    def tell(self, message: pb.RouterTelemetry) -> None:
+        """Fills in what the last minute was like."""
+        began, before = self._copies[0]
+        counts = _counts()
+        message.window.FromNanoseconds(int((self._clock() - began) * 1e9))
+        for name in _COUNTED:
+            setattr(message, name, int(counts[name, ""] - before.get((name, ""), 0.0)))
+        for name in _BY_REASON:
+            told = getattr(message, name)
+            for (kind, reason), count in sorted(counts.items()):
+                if kind == name and (new := int(count - before.get((kind, reason), 0.0))):
+                    told.append(pb.ReasonCount(reason=reason, count=new))
+        for field, sketch in (
+            ("time_to_first_token", self.ttft),
+            ("inter_token_latency", self.itl),
+            ("short_time_to_first_token", self.short_ttft),
+        ):
+            told_sketch = sketch.message()
+            getattr(message, field).CopyFrom(told_sketch)
+            getattr(message, f"{field}_summary").CopyFrom(summary([told_sketch]))
+
+
+def _counts() -> dict[Key, float]:
+    """The counters as they stand, by name and reason."""
+    found: dict[Key, float] = {}
+    for name, counter in (*_COUNTED.items(), *_BY_REASON.items()):
+        for sample in _samples(counter):
+            key = (name, sample.labels.get("reason", ""))
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def _samples(counter: Counter) -> Iterable[Sample]:
+    return (
+        sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")
+    )
