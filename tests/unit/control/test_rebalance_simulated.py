@@ -66,13 +66,16 @@ def pool(rebalance: RebalanceSection | None = FAST, **changes: object) -> Setup:
 
 
 def flip(run: Setup, trace: Trace, at: float, name: str, to: str) -> Cluster:
-    """A run in which one worker is flipped by hand."""
+    """A run in which one worker is flipped by hand, as soon as it has something to do."""
     cluster = Cluster(trace, run, make_router("ours", run))
 
     def begin() -> None:
         worker = cluster.find(name)
         assert worker is not None
-        cluster.flips.begin(worker, to)
+        if cluster.idle(worker):
+            cluster.clock.at(cluster.clock.now + 0.01, begin)
+        else:
+            cluster.flips.begin(worker, to)
 
     cluster.clock.at(at, begin)
     cluster.run()
