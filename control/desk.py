@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -16,7 +16,14 @@ from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from twinpool.control.controller import Controller
+    from twinpool.control.cordons import Cordons
+    from twinpool.control.events import EventLog
+    from twinpool.control.operations import Operations
+    from twinpool.control.pools import RayPools
+    from twinpool.control.reconcile.loop import Reconciler
+    from twinpool.control.reconcile.spec import PoolSpecs
+    from twinpool.control.scale import Scaling
+    from twinpool.control.view import ClusterView
 
 INSPECT_SECONDS: Final = 2.0
 """Longest wait for a worker's counts."""
@@ -25,10 +32,26 @@ EVENTS_SHOWN: Final = 20
 """Last events in the description of a worker."""
 
 
+class Acting(Protocol):
+    """A control process; see ``Controller``."""
+
+    view: ClusterView
+    pools: RayPools
+    events: EventLog
+    operations: Operations
+    specs: PoolSpecs
+    cordons: Cordons
+    reconciler: Reconciler
+    scaling: Scaling
+
+    def check_leads(self) -> None: ...
+    def check_reads(self) -> None: ...
+
+
 class PoolDesk:
     """Answers for a controller. On its event loop."""
 
-    def __init__(self, controller: Controller, connect: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(self, controller: Acting, connect: Callable[[str], grpc.aio.Channel]) -> None:
         self._controller = controller
         self._connect = connect
 

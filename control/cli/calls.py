@@ -4,7 +4,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -15,11 +15,8 @@ from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
 
-if TYPE_CHECKING:
-    Stub = control_pb2_grpc.ControlServiceAsyncStub
-else:
-    # The class exists for type checkers alone.
-    Stub = control_pb2_grpc.ControlServiceStub
+# The class exists for type checkers alone.
+Stub: TypeAlias = "control_pb2_grpc.ControlServiceAsyncStub"
 
 T = TypeVar("T")
 

@@ -154,7 +154,7 @@ class World:
         server.add(
             "twinpool.v1.ControlService",
             control_pb2_grpc.add_ControlServiceServicer_to_server,
-            ControlServicer(records, operations, collector),
+            ControlServicer(records, operations, collector=collector),
         )
         server.add("twinpool.v1.WorkerService", worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
         target = f"127.0.0.1:{server.bind('127.0.0.1')}"

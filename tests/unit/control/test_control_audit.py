@@ -39,7 +39,7 @@ async def test_operations_are_written_down_and_not_begun_otherwise(
             """The id of the operation, or why there is none."""
             config = TwinpoolConfig.model_validate({"audit": {"file": file}})
             collector = Collector(config, made.view, made.operations.all)
-            control = ControlServer(config, made.view, made.operations, collector)
+            control = ControlServer(config, made.view, made.operations, collector=collector)
             await control.start()
             async with rpc.channel(control.endpoint, RpcConfig()) as channel:
                 stub = control_pb2_grpc.ControlServiceStub(channel)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.waiting import until
 from twinpool import rpc
 from twinpool.config import RpcConfig, TwinpoolConfig
-from twinpool.control import operations as module
+from twinpool.control import leaves as module
 from twinpool.control.operations import Operations
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError

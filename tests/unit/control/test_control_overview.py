@@ -222,7 +222,7 @@ async def test_routers_with_tenants_are_shown_the_operators_key(tmp_path: Path) 
 async def served(cluster: Cluster) -> AsyncIterator[Any]:
     """A stub to the control process of a cluster."""
     view: Any = cluster
-    server = ControlServer(cluster.config, view, view, cluster.collector)
+    server = ControlServer(cluster.config, view, view, collector=cluster.collector)
     await server.start()
     async with rpc.channel(server.endpoint, RpcConfig()) as channel:
         yield control_pb2_grpc.ControlServiceStub(channel)

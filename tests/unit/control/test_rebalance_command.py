@@ -50,7 +50,7 @@ async def serving(around: Pool, *, rebalances: bool = True) -> AsyncIterator[str
     operations.steps = dict(made.steps)
     desk: RebalanceDesk | None = made if rebalances else None
     server = rpc.Server(RpcConfig())
-    servicer = ControlServicer(cast(Any, None), cast(Any, operations), desk)
+    servicer = ControlServicer(cast(Any, None), cast(Any, operations), rebalance=desk)
     server.add(SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, servicer)
     port = server.bind("127.0.0.1")
     await server.start()
