@@ -4,7 +4,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,7 +16,9 @@ from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
 
 if TYPE_CHECKING:
-    Stub = control_pb2_grpc.ControlServiceAsyncStub
+    from twinpool.v1.control_pb2_grpc import ControlServiceAsyncStub
+
+    Stub: TypeAlias = ControlServiceAsyncStub
 else:
     # The class exists for type checkers alone.
     Stub = control_pb2_grpc.ControlServiceStub
