@@ -199,9 +199,9 @@ async def test_a_replica_without_a_place_says_what_is_missing(scaled: Scaled) ->
     assert "CPU: 1 asked" in pending[0]["cause"]
     code, events, error = await scaled.command("get", "events", "--warning", "-o", "json")
     assert code == 0, error
-    assert [event["subject"] for event in events if event["reason"] == "ReplicaPending"] == [
-        pending[0]["name"]
-    ]
+    told = [event["subject"] for event in events if event["reason"] == "ReplicaPending"]
+    # Others may have waited for a while.
+    assert pending[0]["name"] in told
     # Who never had a place is not waited for on the way down.
     code, _, error = await scaled.scale(1, 1, "--wait")
     assert code == 0, error
