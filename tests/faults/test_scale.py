@@ -215,7 +215,12 @@ async def test_a_worker_that_dies_again_and_again_waits_for_its_start(scaled: Sc
     for number in range(1, 4):
         pid = scaled.workers()[name].pid
         psutil.Process(pid).kill()
-        await until(lambda: name in scaled.workers() and scaled.workers()[name].pid != pid, LONG_WAIT)  # noqa: B023
+
+        def another() -> bool:
+            record = scaled.workers().get(name)
+            return record is not None and record.pid != pid  # noqa: B023
+
+        await until(another, LONG_WAIT)
 
         async def told() -> bool:
             _, found, _ = await scaled.command("get", "events", "--subject", name, "-o", "json")
