@@ -87,7 +87,10 @@ class Controller:
         if self.pools.managed:
             FlipCounts(self.operations, self.specs, config.worker.pool)
         self.collector = Collector(config, self.view, self.operations.all, self._wanted_of)
-        mover, drain_seconds = OperationMover(self.operations, self.scaling), config.worker.drain_timeout_seconds
+        mover, drain_seconds = (
+            OperationMover(self.operations, self.scaling),
+            config.worker.drain_timeout_seconds,
+        )
         source = OverviewSource(self.collector.overview)
         self.rebalance = RebalanceLoop(
             config.rebalance, self.specs, source, mover, self.events, drain_seconds
@@ -120,7 +123,19 @@ class Controller:
         """Serves operators, and stands for the leadership. Raises PORT_UNAVAILABLE."""
         await self.view.start()
         await self.events.start()
-        desk = PoolDesk(self, self._connect)
+        desk = PoolDesk(
+            self.check_leads,
+            self.check_reads,
+            self.view,
+            self.pools,
+            self.operations,
+            self.specs,
+            self.reconciler,
+            self.scaling,
+            self.cordons,
+            self.events,
+            self._connect,
+        )
         self._server = ControlServer(
             self._config, self.view, self.operations, desk, self._rebalances, self.collector
         )
@@ -231,6 +246,9 @@ class Controller:
     async def _begin(self) -> None:
         """What is recorded is read first: without the operations, a worker that was drained for good would be started."""
         pool = self._config.worker.pool
+        if not await self.view.wait_synced(RETRY_SECONDS):
+            # To an operation, a worker that is not in the list has left.
+            raise TwinpoolError("STORE_UNAVAILABLE", "the workers are not listed yet")
         await self.operations.load()
         changed = await self.specs.load()
         await self.cordons.load()

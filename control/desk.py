@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 import grpc
 import grpc.aio
 
-from twinpool.control.events import Filter
+from twinpool.control.cordons import Cordons
+from twinpool.control.events import EventLog, Filter
+from twinpool.control.operations import Operations
+from twinpool.control.pools import RayPools
+from twinpool.control.reconcile.loop import Reconciler
+from twinpool.control.reconcile.spec import PoolSpecs
+from twinpool.control.scale import Scaling
+from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
-
-if TYPE_CHECKING:
-    from twinpool.control.cordons import Cordons
-    from twinpool.control.events import EventLog
-    from twinpool.control.operations import Operations
-    from twinpool.control.pools import RayPools
-    from twinpool.control.reconcile.loop import Reconciler
-    from twinpool.control.reconcile.spec import PoolSpecs
-    from twinpool.control.scale import Scaling
-    from twinpool.control.view import ClusterView
 
 INSPECT_SECONDS: Final = 2.0
 """Longest wait for a worker's counts."""
@@ -32,45 +30,39 @@ EVENTS_SHOWN: Final = 20
 """Last events in the description of a worker."""
 
 
-class Acting(Protocol):
-    """A control process; see ``Controller``."""
+@dataclass(frozen=True, slots=True)
+class PoolDesk:
+    """Answers for a controller, of whose parts it is made. On its event loop."""
 
+    check_leads: Callable[[], None]
+    """Raises NOT_LEADER unless this process acts."""
+    check_reads: Callable[[], None]
+    """As ``check_leads``, where what was true when it led last will do."""
     view: ClusterView
     pools: RayPools
-    events: EventLog
     operations: Operations
     specs: PoolSpecs
-    cordons: Cordons
     reconciler: Reconciler
     scaling: Scaling
-
-    def check_leads(self) -> None: ...
-    def check_reads(self) -> None: ...
-
-
-class PoolDesk:
-    """Answers for a controller. On its event loop."""
-
-    def __init__(self, controller: Acting, connect: Callable[[str], grpc.aio.Channel]) -> None:
-        self._controller = controller
-        self._connect = connect
+    cordons: Cordons
+    log: EventLog
+    connect: Callable[[str], grpc.aio.Channel]
 
     def check(self, *, changes: bool) -> None:
         """Raises NOT_LEADER where another process is to be asked."""
         if changes:
-            self._controller.check_leads()
+            self.check_leads()
         else:
-            self._controller.check_reads()
+            self.check_reads()
 
-    def pools(self, pool: str) -> list[pb.PoolStatus]:
+    def list_pools(self, pool: str) -> list[pb.PoolStatus]:
         """All, or one. Raises POOL_NOT_FOUND."""
-        controller = self._controller
-        names = [pool] if pool else [spec.pool for spec in controller.specs.all()]
-        return [controller.reconciler.status(name) for name in names]
+        names = [pool] if pool else [spec.pool for spec in self.specs.all()]
+        return [self.reconciler.status(name) for name in names]
 
     async def scale(self, request: pb.ScalePoolRequest, seconds: float | None) -> pb.Operation:
         """See ``Scaling.begin``."""
-        return await self._controller.scaling.begin(
+        return await self.scaling.begin(
             request.pool,
             request.prefill if request.HasField("prefill") else None,
             request.decode if request.HasField("decode") else None,
@@ -81,17 +73,17 @@ class PoolDesk:
 
     async def cordon(self, worker: str, cordoned: bool) -> bool:
         """See ``Cordons.set``."""
-        return await self._controller.cordons.set(worker, cordoned, self._record(worker))
+        return await self.cordons.set(worker, cordoned, self._record(worker))
 
     async def describe(self, worker: str) -> pb.DescribeWorkerResponse:
         """All that is known of a worker. Raises WORKER_NOT_FOUND."""
-        controller, record = self._controller, self._record(worker)
+        record = self._record(worker)
         found = pb.DescribeWorkerResponse(
-            operations=[op for op in controller.operations.all() if op.worker.name == worker],
-            events=controller.events.all(Filter(subject=worker))[-EVENTS_SHOWN:],
-            log=controller.pools.log_lines(worker),
+            operations=[op for op in self.operations.all() if op.worker.name == worker],
+            events=self.log.all(Filter(subject=worker))[-EVENTS_SHOWN:],
+            log=self.pools.log_lines(worker),
         )
-        for status in self.pools(""):
+        for status in self.list_pools(""):
             for replica in status.replicas:
                 if replica.worker == worker:
                     found.replica.CopyFrom(replica)
@@ -100,7 +92,7 @@ class PoolDesk:
         if record is not None:
             found.record.CopyFrom(record)
             with contextlib.suppress(grpc.RpcError):
-                async with self._connect(record.endpoint) as channel:
+                async with self.connect(record.endpoint) as channel:
                     stub = worker_pb2_grpc.WorkerServiceStub(channel)
                     asked = stub.Inspect(worker_pb2.InspectRequest(), timeout=INSPECT_SECONDS)
                     found.counts.CopyFrom(await asked)
@@ -108,12 +100,12 @@ class PoolDesk:
 
     def events(self, wanted: Filter) -> list[pb.Event]:
         """The oldest first."""
-        return self._controller.events.all(wanted)
+        return self.log.all(wanted)
 
     def follow(self, wanted: Filter) -> AsyncIterator[pb.Event]:
         """Those there are, then those that come."""
-        return self._controller.events.follow(wanted)
+        return self.log.follow(wanted)
 
     def _record(self, worker: str) -> pb.WorkerRecord | None:
-        found = (record for record in self._controller.view.workers() if record.worker.name == worker)
+        found = (record for record in self.view.workers() if record.worker.name == worker)
         return next(found, None)

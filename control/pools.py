@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -69,8 +70,8 @@ class RayPools:
             self._roles[name] = role
 
     async def start(self) -> None:
-        """Joins the configured Ray cluster or starts a local one. Idempotent."""
-        if self._joined:
+        """Joins the configured Ray cluster or starts a local one. Idempotent. Who runs no workers needs no Ray."""
+        if self._joined or not self.managed:
             return
         await self._run(self._init)
         self._joined = True
@@ -121,7 +122,7 @@ class RayPools:
             )
             return
         context: Any = ray.init(
-            num_cpus=max(1, pools.prefill_workers + pools.decode_workers),
+            num_cpus=self._local_cpus(),
             include_dashboard=False,
             object_store_memory=pools.ray_object_store_bytes,
             namespace=self._namespace,
@@ -129,6 +130,12 @@ class RayPools:
             configure_logging=False,
         )
         self._session_dir = str(context.address_info["session_dir"])
+
+    def _local_cpus(self) -> int:
+        """Of a local Ray: enough for what is configured. It also starts so many processes in advance."""
+        pools = self._config.pools
+        asked = sum(self.needs(role).get("CPU", 0.0) * pools.workers(role) for role in ROLES)
+        return max(1, pools.prefill_workers + pools.decode_workers, math.ceil(asked))
 
     @property
     def _namespace(self) -> str:

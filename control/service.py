@@ -173,8 +173,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         request: control_pb2.ListPoolsRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.ListPoolsResponse:
-        """See ``PoolDesk.pools``."""
-        return control_pb2.ListPoolsResponse(pools=self._desk().pools(request.pool))
+        """See ``PoolDesk.list_pools``."""
+        return control_pb2.ListPoolsResponse(pools=self._desk().list_pools(request.pool))
 
     async def ScalePool(
         self,

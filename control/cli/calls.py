@@ -4,7 +4,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -15,8 +15,13 @@ from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
 
-# The class exists for type checkers alone.
-Stub: TypeAlias = "control_pb2_grpc.ControlServiceAsyncStub"
+if TYPE_CHECKING:
+    from twinpool.v1.control_pb2_grpc import ControlServiceAsyncStub
+
+    Stub: TypeAlias = ControlServiceAsyncStub
+else:
+    # The class exists for type checkers alone.
+    Stub = control_pb2_grpc.ControlServiceStub
 
 T = TypeVar("T")
 

@@ -27,7 +27,9 @@ class OperationMover:
     ) -> str:
         """See ``ports.Mover``."""
         kind = pb.OPERATION_KIND_FLIP
-        begun = await self._operations.begin(kind, worker, seconds, _ROLES[role], parent=parent, reason=reason)
+        begun = await self._operations.begin(
+            kind, worker, seconds, _ROLES[role], parent=parent, reason=reason
+        )
         return begun.id
 
     async def scale(self, pool: str, prefill: int, decode: int, reason: str, *, parent: str = "") -> str:

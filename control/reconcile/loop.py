@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.actors import Look
 from twinpool.control.cordons import Cordons
 from twinpool.control.events import EventLog
 from twinpool.control.operations import Operations
@@ -43,6 +44,9 @@ SYNC_SECONDS: Final = 1.0
 
 INSPECT_SECONDS: Final = 2.0
 """Longest wait for a worker's counts; one that does not answer counts as idle."""
+
+CHANGES_MAX: Final = 256
+"""Most changes of one look; what is left is planned again at the next one."""
 
 PARENT: Final = "reconciler"
 """Who begins drains that no operation of a pool is about."""
@@ -148,27 +152,20 @@ class Reconciler:
         await self._resync()
         records = {record.worker.name: record for record in self._view.workers(self._pool)}
         now = time.monotonic()
-        operations = self._operations
         looks = await self._watchman.look(records, self._busy(), now)
-        sight = Sight(self._pool, now, records, operations.running(), operations.retired, looks)
         for name, record in records.items():
             # While it is down it counts as what it will be again.
             self._pools.note_role(name, ROLE_NAMES.get(record.role, ""))
-        self._members.note(records, sight.running, self._pools)
-        sight.seen = self._members.seen
+        self._members.note(records, self._operations.running(), self._pools)
         await self._tell_cordons(list(records.values()), now)
         if not self._pools.managed:
             self._waiting = ""
             self.turns += 1
             return
-        changes = await self._planned(sight)
-        for change in changes:
-            # The view may be old by now: what another process has begun must not be done twice.
-            if not self._leads():
-                return
-            await self._do(change)
+        await self._explain(looks)
+        changed = await self._change(looks)
         self._waiting = ""
-        self.turns += not changes
+        self.turns += not changed
 
     def _trusted(self) -> bool:
         """Whether the list of workers can be acted on."""
@@ -210,21 +207,51 @@ class Reconciler:
             self._told_at = now
             await self._cordons.tell(records)
 
-    async def _planned(self, sight: Sight) -> list[Change]:
-        wanted = desired(self._specs.get(self._pool))
-        self._replicas = replicas_of(sight, self._pools, self._crashes)
+    async def _explain(self, looks: dict[str, Look]) -> None:
+        """Says what keeps workers, and forgets cordons of those that are gone."""
+        self._plan(looks)
         self._phases.update(self._replicas)
         await self._watchman.explain(self._replicas, self._phases)
-        known = {replica.name for replica in self._replicas} | set(sight.records)
+        records = self._view.workers(self._pool)
+        known = {replica.name for replica in self._replicas} | {record.worker.name for record in records}
         gone = self._cordons.names() - known
         await self._cordons.forget(name for name in gone if first_role(self._pool, name) is not None)
-        changes = plan(self._pool, wanted, self._replicas)
-        if any(isinstance(change, Drain) for change in changes):
-            # Only now it matters who has the least to do.
-            sight.loads = await self._loads(sight.records)
-            self._replicas = replicas_of(sight, self._pools, self._crashes)
-            changes = plan(self._pool, wanted, self._replicas)
-        return changes
+
+    async def _change(self, looks: dict[str, Look]) -> bool:
+        """Makes one change after the other until there is none left. Each is planned anew: while the one before it was made, an
+        operation may have begun or ended that makes this one wrong. Whether there was any."""
+        changed, loads = False, dict[str, int]()
+        for _ in range(CHANGES_MAX):
+            changes = self._plan(looks, loads)
+            if any(isinstance(change, Drain) for change in changes) and not loads:
+                # Only now it matters who has the least to do.
+                loads = await self._loads(
+                    {record.worker.name: record for record in self._view.workers(self._pool)}
+                )
+                changes = self._plan(looks, loads)
+            # Another process may lead by now: what it has begun must not be done twice.
+            if not changes or not self._leads():
+                break
+            changed = True
+            await self._do(changes[0])
+        return changed
+
+    def _plan(self, looks: dict[str, Look], loads: dict[str, int] | None = None) -> list[Change]:
+        """What is to be done, by what is wanted, registered and under way at this moment: nothing here waits."""
+        records = {record.worker.name: record for record in self._view.workers(self._pool)}
+        operations = self._operations
+        sight = Sight(
+            self._pool,
+            time.monotonic(),
+            records,
+            operations.running(),
+            operations.retired,
+            looks,
+            loads or {},
+            self._members.seen,
+        )
+        self._replicas = replicas_of(sight, self._pools, self._crashes)
+        return plan(self._pool, desired(self._specs.get(self._pool)), self._replicas)
 
     async def _loads(self, records: dict[str, pb.WorkerRecord]) -> dict[str, int]:
         async def ask(record: pb.WorkerRecord) -> int:

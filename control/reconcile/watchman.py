@@ -44,6 +44,7 @@ class Watchman:
         self._silent: dict[str, float] = {}
         # Why those that wait for a place have none, and since when that is known.
         self._pending: dict[str, tuple[str, float]] = {}
+        self._suspected: dict[str, float] = {}
         self._failures: dict[str, TwinpoolError] = {}
 
     async def look(
@@ -138,6 +139,13 @@ class Watchman:
                 count, cause = await self._pools.lacking(role)
                 # Ray does not say which. It places the oldest first; of the others the process only starts.
                 waiting |= dict.fromkeys(sorted(late, key=phases.seconds)[:count], cause)
+        # Its tables are not all of the same moment, so that something is missing has to be so for a while.
+        self._suspected = {name: self._suspected.get(name, now) for name in waiting}
+        waiting = {
+            name: cause
+            for name, cause in waiting.items()
+            if name in self._pending or now - self._suspected[name] >= PLACE_SECONDS
+        }
         for name, cause in waiting.items():
             if name not in self._pending:
                 self._say("ReplicaPending", name, f"Ray has no place for {name}: {cause}")

@@ -199,9 +199,9 @@ async def test_a_replica_without_a_place_says_what_is_missing(scaled: Scaled) ->
     assert "CPU: 1 asked" in pending[0]["cause"]
     code, events, error = await scaled.command("get", "events", "--warning", "-o", "json")
     assert code == 0, error
-    assert [event["subject"] for event in events if event["reason"] == "ReplicaPending"] == [
-        pending[0]["name"]
-    ]
+    told = [event["subject"] for event in events if event["reason"] == "ReplicaPending"]
+    # Others may have waited for a while.
+    assert pending[0]["name"] in told
     # Who never had a place is not waited for on the way down.
     code, _, error = await scaled.scale(1, 1, "--wait")
     assert code == 0, error
@@ -215,7 +215,12 @@ async def test_a_worker_that_dies_again_and_again_waits_for_its_start(scaled: Sc
     for number in range(1, 4):
         pid = scaled.workers()[name].pid
         psutil.Process(pid).kill()
-        await until(lambda: name in scaled.workers() and scaled.workers()[name].pid != pid, LONG_WAIT)  # noqa: B023
+
+        def another() -> bool:
+            record = scaled.workers().get(name)
+            return record is not None and record.pid != pid  # noqa: B023
+
+        await until(another, LONG_WAIT)
 
         async def told() -> bool:
             _, found, _ = await scaled.command("get", "events", "--subject", name, "-o", "json")

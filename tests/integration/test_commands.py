@@ -119,6 +119,49 @@ def test_up_serves_until_down(env: dict[str, str], checkpoints: dict[str, Path])
     run(env, "down", "--cluster", "one", code=3)
 
 
+def test_a_pool_is_looked_at_scaled_and_described(env: dict[str, str], checkpoints: dict[str, Path]) -> None:
+    model = str(checkpoints["llama"])
+    run(env, "up", "--model", model, *SMALL, "--set", "pools.decode_most=2")
+    try:
+        (pool,) = json.loads(run(env, "get", "pools", "-o", "json").stdout)
+        assert (pool["name"], pool["managed"], pool["waiting"]) == ("default", True, "")
+        assert pool["decode"] == {"desired": 1, "least": 0, "most": 2, "ready": 1}
+        refused = run(env, "scale", "default", "--decode", "3", "--yes", code=2)
+        assert "POOL_BOUNDS: 3 decode workers of default are not within 0 and 2" in refused.stderr
+        assert "--yes" in run(env, "scale", "default", "--decode", "2", code=2).stderr
+        assert "--prefill N" in run(env, "scale", "default", "--yes", code=2).stderr
+        done = run(
+            env, "scale", "default", "--decode", "2", "--yes", "--wait", "--reason", "noon", "-o", "json"
+        )
+        assert json.loads(done.stdout)["state"] == "succeeded"
+        name = "default-decode-1"
+        run(env, "cordon", name)
+        (worker,) = (
+            each
+            for each in json.loads(run(env, "get", "workers", "-o", "json").stdout)
+            if each["name"] == name
+        )
+        found = json.loads(run(env, "describe", "worker", name, "-o", "json").stdout)
+        assert found["incarnation"] == worker["incarnation"]
+        assert found["replica"]["phase"] == "ready"
+        assert found["counts"]["total_blocks"] == 128
+        assert [event["reason"] for event in found["events"]][:2] == ["WorkerStarting", "WorkerReady"]
+        assert len(found["log"]) == 5
+        described = json.loads(run(env, "describe", "pool", "default", "-o", "json").stdout)
+        assert {"kind": "scale", "reason": "noon", "decode": 2}.items() <= described["operations"][0].items()
+        events = json.loads(run(env, "events", "--since", "1h", "--subject", name, "-o", "json").stdout)
+        assert events[-1]["reason"] == "WorkerCordoned"
+        assert run(env, "get", "events", "--warning", "-o", "name").stdout == ""
+        assert "10m" in run(env, "get", "events", "--since", "soon", code=2).stderr
+        run(env, "uncordon", name)
+        assert "WORKER_NOT_FOUND" in run(env, "cordon", "nobody", code=2).stderr
+        # What people read: every table has its rows, and nothing is left out of it.
+        for arguments in (("get", "pools"), ("describe", "pool", "default"), ("describe", "worker", name)):
+            assert name in (text := run(env, *arguments).stdout) or "default" in text
+    finally:
+        run(env, "down")
+
+
 def test_a_bad_checkpoint_is_named_and_nothing_stays(
     env: dict[str, str], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

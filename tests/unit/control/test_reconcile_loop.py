@@ -5,77 +5,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from tests.support.tcp_proxy import TcpProxy
-from tests.support.thread_pools import Site, ThreadPools
+from tests.support.controls import TTL_SECONDS, Control
+from tests.support.thread_pools import Site
 from tests.support.waiting import until, until_told
 from twinpool.config import TwinpoolConfig
 from twinpool.control.cli.calls import ask
-from twinpool.control.controller import Controller
-from twinpool.control.events import REASONS
+from twinpool.control.events import REASONS, Filter
 from twinpool.control.reconcile.spec import configured, resized
 from twinpool.errors import TwinpoolError
 from twinpool.store import Keys, Store, StoreServer, connect_store
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
 
-TTL_SECONDS = 2
 READY = pb.REPLICA_PHASE_READY
-
-
-class Control:
-    """A control process with a way of its own to the store, which can be cut."""
-
-    def __init__(self, server: StoreServer, site: Site, **pools: object) -> None:
-        self.proxy = TcpProxy(server.endpoint)
-        self.config = TwinpoolConfig.model_validate(
-            {
-                "cluster": {
-                    "name": site.cluster,
-                    "etcd_endpoints": [self.proxy.endpoint],
-                    "lease_ttl_seconds": TTL_SECONDS,
-                },
-                "pools": {"start_timeout_seconds": 60} | pools,
-            }
-        )
-        self.store = connect_store(self.config.cluster)
-        self.controller = Controller(self.config, self.store, Path(), ThreadPools(self.config, site))
-
-    async def start(self, *, leads: bool = True) -> "Control":
-        await self.controller.start()
-        if leads:
-            await self.controller.wait_leading()
-        return self
-
-    async def stop(self) -> None:
-        await self.controller.stop()
-        await asyncio.to_thread(self.store.close)
-        self.proxy.close()
-
-    async def die(self) -> None:
-        """Ends without a word to the store."""
-        self.proxy.cut()
-        await self.stop()
-
-    async def scale(self, prefill: int | None, decode: int | None, **more: object) -> pb.Operation:
-        return await self.controller.scaling.begin("default", prefill, decode, **more)  # type: ignore[arg-type]
-
-    async def settled(self) -> None:
-        await until(lambda: self.controller.reconciler.turns and self.controller.reconciler.settled())
-
-    def status(self) -> dict[str, int]:
-        status = self.controller.reconciler.status("default")
-        return {replica.worker: replica.phase for replica in status.replicas}
-
-    def reasons(self) -> list[str]:
-        return [event.reason for event in self.controller.events.all()]
-
-    async def tells(self, reason: str) -> pb.Event:
-        await until(lambda: reason in self.reasons())
-        return next(event for event in self.controller.events.all() if event.reason == reason)
 
 
 async def ended(operation: pb.Operation, state: "pb.OperationState.ValueType") -> pb.Operation:
@@ -407,8 +352,6 @@ async def test_old_events_are_deleted_and_new_ones_followed(
 ) -> None:
     monkeypatch.setattr("twinpool.control.events.EVENTS_MAX", 10)
     monkeypatch.setattr("twinpool.control.events.TRIM_BATCH", 5)
-    from twinpool.control.events import Filter
-
     async with control(server, site) as made:
         await made.settled()
         events = made.controller.events
