@@ -100,7 +100,8 @@ def test_ctrl_c_leaves_nothing(
 
 
 def test_up_serves_until_down(env: dict[str, str], checkpoints: dict[str, Path]) -> None:
-    run(env, "up", "--model", str(checkpoints["qwen3"]), "--set", "cluster.name=one", *SMALL)
+    up = run(env, "up", "--model", str(checkpoints["qwen3"]), "--set", "cluster.name=one", *SMALL)
+    assert "console: http://127.0.0.1:" in up.stderr
     try:
         workers = json.loads(run(env, "get", "workers", "--cluster", "one", "-o", "json").stdout)
         assert {worker["role"] for worker in workers} == {"prefill", "decode"}

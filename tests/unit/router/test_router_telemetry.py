@@ -167,7 +167,9 @@ async def test_a_request_that_was_placed_anew_shows_both_ways(cluster: FakeClust
     (one,) = (await requests(cluster)).requests
     assert one.attempts >= 2
     names = [hop.name for hop in one.hops]
-    assert names.count("queue") >= 2, names
+    assert names[:5] == ["tokenize", "queue", "reserve", "prefill", "queue"], (
+        "the hop that failed has its own time"
+    )
     assert max(hop.attempt for hop in one.hops) >= 2
 
 

@@ -71,6 +71,7 @@ class FakeCore:
 
 class FakeRole:
     def __init__(self) -> None:
+        self.role = pb.ROLE_DECODE
         self.clocks: list[float] = []
         self.failed: list[str] = []
         self.steps = 0
