@@ -41,7 +41,7 @@ Worker& WorkerTable::upsert(const WorkerSpec& spec) {
   worker->fingerprint_id =
       fingerprint_ids_.emplace(spec.fingerprint, static_cast<std::uint32_t>(fingerprint_ids_.size())).first->second;
   if (fresh) {
-    for (Fit Worker::* model : {&Worker::prefill, &Worker::transfer, &Worker::step}) {
+    for (Fit Worker::* const model : {&Worker::prefill, &Worker::transfer, &Worker::step}) {
       seed_model(*worker, before ? &*before : nullptr, model);
     }
   } else if (flipped) {

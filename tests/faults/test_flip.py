@@ -144,7 +144,7 @@ async def held_at_work(pools: Pools, name: str) -> AsyncIterator[None]:
         assert failures(outcomes) == []
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 async def test_workers_change_roles_to_and_fro_under_load(pools: Pools, rounds: int) -> None:
     """No request fails, every token is the oracle's, and it is the same incarnation all along."""
     before = {name: pools.record(name).worker for name in WORKERS}
