@@ -38,21 +38,19 @@ def _add(operation: str, module: str, layouts: frozenset[str], note: str) -> Non
 
 
 _add("mla_paged_attention", "triton_launch", _PAGES, "balanced split, merge")
-_add("mla_expanded_attention", "triton_prefill", _PAGES, "expands runs of heads, online softmax; not yet run on a device")
+_add("mla_expanded_attention", "triton_prefill", _PAGES, "expands runs of heads, online softmax")
 _add("mla_rows", "triton_fused", _PAGES, "norm, rotation and store in one launch")
 _add("add_norm", "triton_fused", _EVERY, "one launch")
 _add("silu_mul", "triton_fused", _EVERY, "one launch")
 _add("route", "triton_moe", _EVERY, "scores, choice and lists in two launches")
 _add("moe", "triton_moe", _EVERY, "grouped products in two launches")
-REGISTRY.add(
-    Kernel(
-        "mla_paged_attention",
-        "hopper",
-        _HOPPER,
-        frozenset({torch.bfloat16}),
-        _PAGES,
-        20,
-        _later("gluon_launch", "mla_paged_attention"),
-        "three warpgroups, bulk copies",
-    )
-)
+
+
+def _add_hopper(operation: str, module: str, note: str) -> None:
+    narrow = frozenset({torch.bfloat16})
+    function = _later(module, operation)
+    REGISTRY.add(Kernel(operation, "hopper", _HOPPER, narrow, _PAGES, 20, function, note))
+
+
+_add_hopper("mla_paged_attention", "gluon_launch", "three warpgroups, bulk copies")
+_add_hopper("mla_expanded_attention", "gluon_prefill", "two warpgroups and a loader, bulk copies")
