@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,13 +67,13 @@ def launcher(name: str) -> Attend:
         return cudnn
     if kind == "portable":
         tile = triton_prefill.Tile(*map(int, numbers)) if numbers else None
-        return lambda *operands, scale: triton_prefill.attend(*operands, scale=scale, tile=tile)
+        return partial(triton_prefill.attend, tile=tile)
     from twinpool.engine.kernels import gluon_prefill
 
     variant = gluon_prefill.Variant()
     if numbers:
         variant = gluon_prefill.Variant(int(numbers[0]), int(numbers[1]), numbers[2] == "t")
-    return lambda *operands, scale: gluon_prefill.attend(*operands, scale=scale, variant=variant)
+    return partial(gluon_prefill.attend, variant=variant)
 
 
 def cudnn(
@@ -90,10 +91,9 @@ def cudnn(
 
     turned = rows[:, None, -ROPE:].expand(-1, keys.shape[1], -1)
     whole = torch.cat((keys, turned), -1)
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, whole, values))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        found = F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in (query, whole, values)), is_causal=True, scale=scale
-        )
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     output.copy_(found[0].transpose(0, 1))
 
 
