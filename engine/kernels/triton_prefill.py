@@ -18,7 +18,8 @@ from torch import Tensor
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels import torch_prefill
 from twinpool.engine.kernels.operations import AttentionResult
-from twinpool.engine.kernels.triton_launch import LOG2_E
+from twinpool.engine.kernels.triton_launch import LOG2_E, device_of
+from twinpool.engine.kv.formats import Fp8LatentRows
 
 EXPANDED_BYTES = 1 << 30
 """Expanded keys and values held at once; heads are processed in runs that fit."""
@@ -123,8 +124,22 @@ class Tile:
     stages: int
 
 
-TILES = {"cpu": Tile(16, 16, 4, 1), "narrow": Tile(128, 64, 8, 2), "wide": Tile(64, 32, 4, 2)}
-"""For the interpreter, for types of 2 bytes and for larger ones."""
+TILES = {
+    "cpu": Tile(16, 16, 4, 1),
+    "large": Tile(128, 128, 8, 2),
+    "narrow": Tile(64, 64, 4, 2),
+    "wide": Tile(64, 32, 4, 2),
+}
+"""For the interpreter, for types of 2 bytes (``large`` where a program may have 213 KB of shared memory), for larger ones."""
+_LARGE_SHARED = 220 << 10
+
+
+def _tile_of(query: Tensor) -> Tile:
+    if query.device.type == "cpu":
+        return TILES["cpu"]
+    if query.itemsize > 2:
+        return TILES["wide"]
+    return TILES["large" if device_of(query).shared >= _LARGE_SHARED else "narrow"]
 
 
 class Attend(Protocol):
@@ -160,7 +175,7 @@ def attend(
     nope, dim = keys.shape[2], values.shape[2]
     rope = size - nope
     interpreted = query.device.type == "cpu"
-    built = tile or TILES["cpu" if interpreted else "narrow" if query.itemsize == 2 else "wide"]
+    built = tile or _tile_of(query)
     grid = (triton.cdiv(count, built.queries), heads)
     prefill_kernel[grid](
         query, keys, rows, values, output, output if lse is None else lse, count, len(keys), scale * LOG2_E,
@@ -183,6 +198,7 @@ def expand(
     expand_values: Tensor,
     scale: float,
     with_lse: bool,
+    packed: Fp8LatentRows | None = None,
 ) -> AttentionResult:
     """``operations.MlaExpandedAttention`` by way of ``launch``, a sequence and a run of heads at a time. Does not wait for
     the device."""
@@ -195,7 +211,7 @@ def expand(
     for prefix in torch_prefill.prefixes(batch):
         if prefix.start == prefix.end:
             continue
-        rows = prefix.gather(pages, query.dtype, None)
+        rows = prefix.gather(pages, query.dtype, packed)
         compressed = rows[:, :latent]
         span = slice(prefix.start, prefix.end)
         run = min(max(EXPANDED_BYTES // (prefix.context * (nope + dim) * query.itemsize), 1), heads)
