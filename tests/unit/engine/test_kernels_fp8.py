@@ -101,7 +101,9 @@ def test_rows_are_packed_as_torch_packs_them(form: str, dtype: torch.dtype) -> N
     flat = [part.reshape(-1, layout.row_bytes) for part in (found_pages, expected_pages, before)]
     slots, latent = [3, 37, 64, 95], layout.latent_dim
     one, other = (layout.unpack(part[slots], torch.float64) for part in flat[:2])
-    assert float((one - other)[:, :latent].ne(0).double().mean()) <= (0.1 if dtype == torch.float32 else 0.5)
+    if dtype == torch.float32:
+        changed = (one - other).abs()[:, :latent] > 1e-3 * other.abs()[:, :latent]
+        assert float(changed.double().mean()) <= 0.1
     assert float((one - other)[:, :latent].norm() / other[:, :latent].norm()) <= 0.1
     assert relative_error(one[:, latent:], other[:, latent:]) <= 2.0**-6
     untouched = [slot for slot in range(len(flat[0])) if slot not in slots]
