@@ -29,6 +29,8 @@ from twinpool.engine.step import PlanArrays
 
 VLLM_MS = {8192: 101.4}
 """vLLM 0.22.1 on the same kind of card."""
+LONGEST_CHUNKED = 8192
+"""Tokens of the prompt that is computed in chunks beside decodes; then the next one begins."""
 HIDDEN, LAYERS, HEADS, LATENT, ROPE, NOPE, VALUE = 2048, 27, 16, 512, 64, 128, 128
 EXPERT, SHARED, CHOSEN, DENSE, EXPERTS, VOCABULARY = 1408, 2, 6, 10944, 64, 102400
 
@@ -112,12 +114,12 @@ class Bench:
 
     def beside(self, decodes: int, context: int, chunk: int, steps: int) -> dict[str, object]:
         """Steps of ``decodes`` sequences, with ``chunk`` tokens of a prompt in each; 0 for none."""
-        tables = self.tables(decodes + 1, max(context + steps + 8, chunk * (steps + 4)))
+        tables = self.tables(decodes + 1, max(context + steps + 8, LONGEST_CHUNKED))
         spent, device = [], []
         for step in range(steps + 4):
             shapes = [(1, context + step + 1)] * decodes
             if chunk:
-                shapes = [*shapes, (chunk, chunk * (step + 1))]
+                shapes = [*shapes, (chunk, chunk * (step % (LONGEST_CHUNKED // chunk) + 1))]
             one, other = self.step(make_plan(shapes, tables[: len(shapes)], step, decodes))
             spent.append(one)
             device.append(other)
@@ -168,7 +170,7 @@ def main() -> int:
 
     error = compare_prefill()
     print("relative error against the torch kernels:", error, flush=True)
-    bench = Bench(arguments.layers, 65 * 100)
+    bench = Bench(arguments.layers, 65 * (LONGEST_CHUNKED // BLOCK + 2))
     prompts: list[dict[str, object]] = []
     for tokens, chunk in (map(int, one.split(":")) for one in arguments.prompts.split(",")):
         prompts.append(bench.prompt(tokens, chunk, 5))
