@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,19 +42,36 @@ EDGES = {
 
 
 def launcher(name: str) -> Callable[..., None]:
-    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), the pieces of ``soon``."""
+    """``portable``; ``hopper`` with a variant behind a dash: p(dl), g(entle), the pieces of ``soon``, and behind more dashes
+    r(agged) and b(locks) with numbers; ``split-TILE-SPLITS-WARPS-COLUMNS`` for decodes without speculation."""
     from twinpool.engine.kernels import triton_launch
 
     if name == "portable":
         return triton_launch.attend
-    from twinpool.engine.kernels import gluon_launch
+    from twinpool.engine.kernels import gluon_launch, triton_small_launch
 
-    letters = name.partition("-")[2]
-    digits = letters.strip("pg")
-    variant = gluon_launch.Variant(soon=int(digits or 0), gentle="g" in letters, pdl="p" in letters)
+    kind, *parts = name.split("-")
+    if kind == "split":
+        tile, splits, warps, columns = map(int, parts)
+        tiles = triton_small_launch.SmallTiles(tile=tile, splits=splits, attend_warps=warps, columns=columns)
 
-    def attend(*operands: object, scale: float) -> None:
-        gluon_launch.attend(*operands, scale=scale, variant=variant)  # type: ignore[arg-type]
+        def split(*operands: Any, scale: float) -> None:
+            batch = operands[2]
+            if batch.num_tokens > batch.num_sequences:
+                gluon_launch.attend(*operands, scale=scale)
+            else:
+                triton_small_launch.attend(*operands, scale=scale, tiles=tiles)
+
+        return split
+    letters = parts[0] if parts else ""
+    more = {part[0]: int(part[1:]) for part in parts[1:]}
+    variant = gluon_launch.Variant(
+        soon=int(letters.strip("pg") or 0), gentle="g" in letters, pdl="p" in letters,
+        ragged=more.get("r", 0), blocks=more.get("b", 0),
+    )  # fmt: skip
+
+    def attend(*operands: Any, scale: float) -> None:
+        gluon_launch.attend(*operands, scale=scale, variant=variant)
 
     return attend
 
@@ -204,9 +222,11 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def built(name: str) -> list[dict[str, object]]:
     """What the compiler says of the kernels of this process: registers of a thread, spilled bytes, shared memory."""
-    from twinpool.engine.kernels import gluon_mla_decode, triton_merge, triton_mla_decode
+    from twinpool.engine.kernels import gluon_mla_decode, triton_merge, triton_mla_decode, triton_small
 
-    main = triton_mla_decode.mla_split if name == "portable" else gluon_mla_decode.mla_decode
+    main = {"portable": triton_mla_decode.mla_split, "split": triton_small.attend_kernel}.get(
+        name.partition("-")[0], gluon_mla_decode.mla_decode
+    )
     return [
         {
             "kernel": kernel.metadata.name,
@@ -216,7 +236,7 @@ def built(name: str) -> list[dict[str, object]]:
             "warps": kernel.metadata.num_warps,
         }
         for function in (main, triton_merge.merge_kernel)
-        for kernel in function.device_caches[0][0].values()
+        for kernel in (function.device_caches[0][0].values() if function.device_caches else ())
     ]
 
 

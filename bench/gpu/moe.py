@@ -2,8 +2,9 @@
 """The mixture of experts of DeepSeek-V2-Lite's shape for many tokens, on one GPU: tiles compared.
 
 ``python -m bench.gpu.moe --out DIR``. ``few`` is the operation as it serves decodes; ``large:ROWS:COLUMNS:STEP:STAGES:
-WARPS:COLUMNS:STEP:STAGES:WARPS`` the products over tiles in order, with these tiles for gate and up, and for down, and the
-shared experts by the library; ``gluon:STAGES`` the persistent products of Hopper, rows gathered beforehand. Random tokens choose random experts. TFLOP/s count what the tokens' experts need.
+WARPS:COLUMNS:STEP:STAGES:WARPS`` the products over tiles in order, with these tiles for gate and up, and for down, and
+the shared experts by the library; ``gluon:STAGES`` the persistent products of Hopper, rows gathered beforehand. Random
+tokens choose random experts. TFLOP/s count what the tokens' experts need.
 """
 
 import sys

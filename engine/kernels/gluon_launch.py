@@ -31,11 +31,14 @@ class Variant:
     way, not after all of them.
     ``gentle`` orders the second and third page of a block when the first one has come.
     ``pdl`` lets the launch begin while the one before it ends.
+    ``ragged`` and ``blocks``, unless 0, are tried instead of ``RAGGED`` and of what ``blocks_of`` finds.
     """
 
     soon: int = 1
     gentle: bool = True
     pdl: bool = True
+    ragged: int = 0
+    blocks: int = 0
 
 
 IDLE = 0.04
@@ -100,7 +103,10 @@ def attend(
     groups = triton.cdiv(largest, ROWS)
     built = variant or Variant()
     blocks, even = blocks_of(batch, triton_launch.device_of(query).processors, largest)
-    schedule = triton_launch.schedule_of(batch, blocks, RAGGED[largest > ROWS], even)
+    if built.blocks:
+        blocks = even = min(built.blocks, triton_launch.device_of(query).processors // groups)
+    overhead = built.ragged or RAGGED[largest > ROWS]
+    schedule = triton_launch.schedule_of(batch, blocks, overhead, even)
     part, part_lse = triton_launch.parts_of(batch, blocks, largest, LATENT)
     kv_desc, rope_desc = descriptors(pages)
     options = {"launch_pdl": True} if built.pdl else {}

@@ -13,6 +13,7 @@ from twinpool.engine.kernels.triton_launch import LOG2_E, overlap
 from twinpool.engine.kernels.triton_small import (
     absorb_kernel,
     attend_kernel,
+    join_kernel,
     output_kernel,
     project_kernel,
     value_kernel,
@@ -58,6 +59,49 @@ class SmallAttention:
     scale: float
 
 
+def _split(
+    query: Tensor, pages: Tensor, batch: AttentionBatch, latent: int, scale: float, tiles: SmallTiles
+) -> tuple[Tensor, Tensor]:
+    """Attention of one token a sequence over each split of its context: parts ``float32[T, splits, heads, latent]`` and
+    their LSE to base 2."""
+    tokens, heads, width = query.shape
+    rope = width - latent
+    splits = max(tiles.splits // tokens, 1)
+    part = torch.empty(tokens, splits, heads, latent, dtype=torch.float32, device=query.device)
+    part_lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=query.device)
+    rows = 16
+    attend_kernel[(splits, tokens, triton.cdiv(heads, rows))](
+        query, pages, batch.block_table, batch.context, part, part_lse, scale * LOG2_E,
+        batch.block_table.stride(0), pages.stride(0), HEADS=heads, ROWS=rows,
+        LATENT=latent, LATENT_PAD=max(triton.next_power_of_2(latent), 16), ROPE=rope,
+        ROPE_PAD=max(triton.next_power_of_2(rope), 16), PAGE=batch.block_tokens, TILE=tiles.tile, SPLITS=splits,
+        CAST=query.device.type == "cpu", num_warps=tiles.attend_warps, **overlap(query),
+    )  # fmt: skip
+    return part, part_lse
+
+
+def attend(
+    query: Tensor,
+    pages: Tensor,
+    batch: AttentionBatch,
+    output: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    tiles: SmallTiles | None = None,
+) -> None:
+    """Fills ``output [T, heads, latent]`` and ``lse [T, heads]``; every sequence of ``batch`` has one token."""
+    tokens, heads, latent = output.shape
+    built = tiles or SmallTiles()
+    part, part_lse = _split(query, pages, batch, latent, scale, built)
+    splits = part.shape[1]
+    join_kernel[(heads, triton.cdiv(latent, built.columns), tokens)](
+        part, part_lse, output, output if lse is None else lse, HEADS=heads, LATENT=latent, COLUMNS=built.columns,
+        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits), WITH_LSE=lse is not None, num_warps=4,
+        **overlap(query),
+    )  # fmt: skip
+
+
 def attention(
     hidden: Tensor,
     delta: Tensor | None,
@@ -92,16 +136,8 @@ def attention(
         HALF=half, HALF_PAD=triton.next_power_of_2(half), LATENT=latent, LATENT_PAD=triton.next_power_of_2(latent),
         COLUMNS=tiles.columns, PAGE=batch.block_tokens, TOKENS=tokens, num_warps=4, **pdl,
     )  # fmt: skip
-    splits = max(tiles.splits // tokens, 1)
-    part = torch.empty(tokens, splits, heads, latent, dtype=torch.float32, device=hidden.device)
-    part_lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=hidden.device)
-    attend_kernel[(splits, tokens)](
-        query, pages, batch.block_table, batch.context, part, part_lse, layer.scale * LOG2_E,
-        batch.block_table.stride(0), pages.stride(0), HEADS=heads, ROWS=max(triton.next_power_of_2(heads), 16),
-        LATENT=latent, LATENT_PAD=max(triton.next_power_of_2(latent), 16), ROPE=layer.rope,
-        ROPE_PAD=max(triton.next_power_of_2(layer.rope), 16), PAGE=batch.block_tokens, TILE=tiles.tile, SPLITS=splits,
-        CAST=hidden.device.type == "cpu", num_warps=tiles.attend_warps, **pdl,
-    )  # fmt: skip
+    part, part_lse = _split(query, pages, batch, latent, layer.scale, tiles)
+    splits = part.shape[1]
     runs = triton.cdiv(latent, tiles.columns)
     values = torch.empty(runs, tokens, heads * value, dtype=torch.float32, device=hidden.device)
     value_kernel[(heads, runs)](
