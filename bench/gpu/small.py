@@ -2,7 +2,8 @@
 """Layers of a decode step of one to four tokens, DeepSeek-V2-Lite's shape, on one GPU: launches and tiles compared.
 
 ``python -m bench.gpu.small --out DIR``. ``present`` runs the layers as the model does; the other variants are
-``small[:NAME=VALUE:...]`` with fields of ``SmallTiles``. Every layer has weights of its own, contexts are 4,096 tokens
+``small[:NAME=VALUE:...]`` with fields of ``SmallTiles``, and ``hybrid[:TILES]``, attention so and experts as at present, with
+other tiles. Every layer has weights of its own, contexts are 4,096 tokens
 in random pages, and a time is that of a CUDA graph of eight layers, divided by them.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from bench.gpu.v2_lite_step import BLOCK, build, make_pool
 from bench.gpu.variants import main, median_us
 from twinpool.engine.batch import AttentionBatch
-from twinpool.engine.kernels import triton_small_launch
+from twinpool.engine.kernels import triton_moe, triton_small_launch
 from twinpool.engine.kernels.operations import ExpertWeights
 from twinpool.engine.kernels.triton_small_launch import SmallAttention, SmallTiles
 from twinpool.engine.kv.pool import KVPool
@@ -27,9 +28,10 @@ from twinpool.engine.models.moe import MoeMlp
 
 LAYERS, CONTEXT, READ = 8, 4096, 4597e9
 VARIANTS = ",".join([
-    "present", "small", "small:rows=8:warps=4", "small:up_columns=4:up_warps=4", "small:up_columns=16",
-    "small:up_columns=8:up_warps=4", "small:down_columns=8:down_warps=4", "small:down_columns=32", "small:tile=64",
-    "small:splits=66:tile=64", "small:experts=1", "small:columns=32", "small:columns=128", "small:rows=8:warps=8",
+    "present", "small", "small:up_stages=4:down_stages=4", "small:up_columns=16:up_stages=4",
+    "small:up_columns=32:up_step=256", "small:up_columns=64:up_stages=2", "small:down_columns=32", "small:down_columns=32:down_step=256",
+    "small:down_columns=128:down_stages=2", "small:up_warps=8:down_warps=8", "small:splits=64:tile=64:rows=8:warps=4",
+    "hybrid", "hybrid:32.128.4.4.64.128.4.4", "hybrid:32.256.3.4.64.128.4.4", "hybrid:16.256.4.4.32.128.5.4",
 ])  # fmt: skip
 
 
@@ -60,7 +62,8 @@ class Stack:
         layer, pages = self.layers[index], self.pool.tensor[:, index + 1]
         if name == "present":
             return layer(hidden, delta, self.rotary, pages, self.batch, None)  # type: ignore[no-any-return]
-        tiles = tiles_of(name)
+        kind, _, fields = name.partition(":")
+        tiles = tiles_of(fields) if kind == "small" else SmallTiles()
         own, mixture = layer.attention, layer.mlp
         assert isinstance(own, MlaAttention)
         assert isinstance(mixture, MoeMlp)
@@ -72,6 +75,11 @@ class Stack:
         hidden, attended = triton_small_launch.attention(
             hidden, delta, operands, self.rotary.cos, self.rotary.sin, pages, self.batch, tiles
         )
+        if kind == "hybrid":
+            hidden, normed = layer.kernels.add_norm(
+                hidden, attended, layer.mlp_norm.weight, layer.mlp_norm.eps
+            )
+            return hidden, mixture(normed)
         weights = ExpertWeights(
             mixture.experts.gate_up, mixture.experts.down, mixture.shared.gate_up.weight, mixture.shared.down.weight
         )  # fmt: skip
@@ -88,9 +96,24 @@ class Stack:
         return hidden
 
 
-def tiles_of(name: str) -> SmallTiles:
-    fields = (field.split("=") for field in name.split(":")[1:])
+def tiles_of(text: str) -> SmallTiles:
+    fields = (field.split("=") for field in text.split(":") if field)
     return SmallTiles(**{key: int(value) for key, value in fields})
+
+
+DEFAULT = dict(triton_moe.TILES)
+
+
+def tokens_of(name: str) -> tuple[int, ...]:
+    return (1,) if name.startswith("small") else (1, 2, 4)
+
+
+def set_tiles(name: str) -> None:
+    """The tiles of the present grouped products that a variant ``hybrid:A.B.C.D.E.F.G.H`` asks for."""
+    kind, _, text = name.partition(":")
+    if kind == "hybrid" and text:
+        sizes = [int(size) for size in text.split(".")]
+        triton_moe.TILES[16] = triton_moe.Tile(*sizes[:4]), triton_moe.Tile(*sizes[4:])
 
 
 @cache
@@ -108,8 +131,9 @@ def _error(found: Tensor, expected: Tensor) -> float:
 @torch.inference_mode()
 def check(name: str) -> Iterator[dict[str, object]]:
     """Each layer from the same state as the present one; near-ties of the router may fall either way in one of them."""
-    for tokens in (1, 2, 3, 4):
+    for tokens in tokens_of(name):
         stack = Stack(tokens)
+        triton_moe.TILES = dict(DEFAULT)
         hidden, delta = stack.hidden, stack.delta
         errors, stored = [], []
         for index in range(LAYERS):
@@ -120,6 +144,7 @@ def check(name: str) -> Iterator[dict[str, object]]:
             pages[place] = float("nan")
             # What is not written must show.
             torch.full((50_000_000,), float("nan"), device="cuda")
+            set_tiles(name)
             sums, adds = stack.run(name, index, hidden, delta)
             errors.append(_error(sums.float() + adds.float().sum(1), expected))
             stored.append(_error(pages[place], kept))
@@ -136,7 +161,8 @@ def check(name: str) -> Iterator[dict[str, object]]:
 
 
 def times(name: str) -> Iterator[dict[str, object]]:
-    for tokens in (1, 2, 4):
+    set_tiles(name)
+    for tokens in tokens_of(name):
         stack = Stack(tokens)
         spent = median_us(lambda: stack.whole(name), calls=1) / LAYERS  # noqa: B023
         experts = 64 * (1 - (58 / 64) ** tokens) + 2

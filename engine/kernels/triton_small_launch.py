@@ -21,13 +21,14 @@ from twinpool.engine.kernels.triton_small import (
 from twinpool.engine.kernels.triton_small_moe import down_small, gate_up_small, scores_small
 
 MOST = 4
-"""Tokens of a step: above, weights are shared by enough tokens for the matrix unit."""
+"""Tokens of a step of attention: above, weights are shared by enough tokens for the matrix unit. Experts take one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallTiles:
     """Outputs of a program of the dense products and its warps; latent columns of a program; tokens of a tile of attention,
-    its splits and warps; columns and warps of gate and up, and of down; experts of a program of the router."""
+    its splits and warps; columns, steps, pipeline depth and warps of gate and up, and of down; experts of a program of the
+    router."""
 
     rows: int = 16
     warps: int = 8
@@ -35,10 +36,14 @@ class SmallTiles:
     tile: int = 32
     splits: int = 132
     attend_warps: int = 8
-    up_columns: int = 8
-    up_warps: int = 8
-    down_columns: int = 16
-    down_warps: int = 8
+    up_columns: int = 32
+    up_step: int = 128
+    up_stages: int = 3
+    up_warps: int = 4
+    down_columns: int = 64
+    down_step: int = 128
+    down_stages: int = 3
+    down_warps: int = 4
     experts: int = 2
 
 
@@ -164,7 +169,7 @@ def experts(
     weights: ExpertWeights,
     tiles: SmallTiles,
 ) -> tuple[Tensor, Tensor]:
-    """``hidden [T, size]`` and ``delta [T, size]`` -> their sum and what the experts add, ``[T, parts, size]``.
+    """``hidden [1, size]`` and ``delta [1, size]`` -> their sum and what the experts add, ``[1, parts, size]``.
 
     ``spec`` has one group, scores are a softmax.
     """
@@ -184,19 +189,16 @@ def experts(
     )  # fmt: skip
     shape = {
         "SIZE": size, "WIDTH": width, "EXPERTS": number, "PAD": triton.next_power_of_2(number), "CHOSEN": chosen,
-        "EXTRA": extra, "NORMALIZE": spec.normalize, "TOKENS": tokens, **pdl,
+        "EXTRA": extra, "NORMALIZE": spec.normalize, **pdl,
     }  # fmt: skip
-    parts = tokens * chosen + extra
-    active = hidden.new_empty(tokens, chosen + extra, width)
-    gate_up_small[(triton.cdiv(width, tiles.up_columns), parts)](
-        normed, weights.gate_up, shared_up, logits, active, spec.scaling, BLOCK=block, COLUMNS=tiles.up_columns,
-        num_warps=tiles.up_warps, **shape,
+    active = hidden.new_empty(chosen + extra, width)
+    gate_up_small[(triton.cdiv(width, tiles.up_columns), chosen + extra)](
+        normed, weights.gate_up, shared_up, logits, active, spec.scaling, COLUMNS=tiles.up_columns,
+        STEP=tiles.up_step, STAGES=tiles.up_stages, num_warps=tiles.up_warps, **shape,
     )  # fmt: skip
-    out = hidden.new_empty(tokens, chosen + extra, size)
-    first = max(triton.next_power_of_2(width + 1) // 2, 1)
-    down_small[(triton.cdiv(size, tiles.down_columns), parts)](
-        active, weights.down, shared_down, logits, out, spec.scaling, FIRST=first,
-        REST=triton.next_power_of_2(max(width - first, 1)), COLUMNS=tiles.down_columns, num_warps=tiles.down_warps,
-        **shape,
+    out = hidden.new_empty(1, chosen + extra, size)
+    down_small[(triton.cdiv(size, tiles.down_columns), chosen + extra)](
+        active, weights.down, shared_down, logits, out, spec.scaling, COLUMNS=tiles.down_columns,
+        STEP=tiles.down_step, STAGES=tiles.down_stages, num_warps=tiles.down_warps, **shape,
     )  # fmt: skip
     return total, out

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""The mixture of experts of a decode step of very few tokens, in three launches; see ``triton_small``.
+"""The mixture of experts of a decode step of one token, in three launches; see ``triton_small``.
 
-There is no list of pairs and no launch that chooses: every program looks up in the scores which expert its pair goes to.
+There is no list of pairs and no launch that chooses: every program looks up in the scores which expert it works for.
 """
 
 import triton
@@ -56,86 +56,99 @@ def _choose(
 
 
 @triton.jit
+def _prefetch(lines, real, inner, END: tl.constexpr, STEP: tl.constexpr):
+    """Has ``END`` columns of the rows at ``lines`` on their way into the L2 cache, 128 bytes at a time."""
+    for start in tl.range(0, END, STEP * 64):
+        column = start + inner * 64
+        place = lines[:, None] + column[None, :]
+        # Past the end of a row: its beginning once more.
+        place = tl.where(real[:, None] & (column < END)[None, :], place, lines[:, None] + inner[None, :] * 0)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def gate_up_small(
     NORMED, WEIGHT, SHARED, LOGITS, ACTIVE, scaling,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr,
-    CHOSEN: tl.constexpr, EXTRA: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, CHOSEN: tl.constexpr,
+    EXTRA: tl.constexpr, NORMALIZE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (run of columns, part): the shared experts for all tokens come first, then the tokens' pairs.
+    """Program (run of columns, part): the shared experts come first, then the token's; ``ACTIVE [CHOSEN + EXTRA, WIDTH]``.
 
-    ``ACTIVE [TOKENS, CHOSEN + EXTRA, WIDTH]``. Weights of shared experts are on their way while the scores are taken.
+    Weights of shared experts are on their way while the scores are taken.
     """
     row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    extra = tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    held = (row < WIDTH)[:, None] & inside[None, :]
-    place = row[:, None] * SIZE + column[None, :]
-    kind = ACTIVE.dtype.element_ty
-    if extra >= EXTRA:
-        begin(PDL)
-        part = extra - EXTRA
-        m = part // CHOSEN
-        expert, _weight = _choose(LOGITS, m, part % CHOSEN, scaling, EXPERTS, PAD, CHOSEN, NORMALIZE)
-        top = WEIGHT + expert.to(tl.int64) * 2 * WIDTH * SIZE
-        gates = tl.load(top + place, mask=held, other=0.0)
-        ups = tl.load(top + WIDTH * SIZE + place, mask=held, other=0.0)
-        x = tl.load(NORMED + m * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.sum(gates.to(tl.float32) * x[None, :], 1)
-        up = tl.sum(ups.to(tl.float32) * x[None, :], 1)
-        target = ACTIVE + (m * (CHOSEN + EXTRA) + part % CHOSEN) * WIDTH + row
-        tl.store(target, (gate / (1.0 + tl.exp(-gate)) * up).to(kind), mask=row < WIDTH)
-    else:
-        top = SHARED + extra * WIDTH * SIZE
-        gates = tl.load(top + place, mask=held, other=0.0)
-        ups = tl.load(top + EXTRA * WIDTH * SIZE + place, mask=held, other=0.0)
-        begin(PDL)
-        for m in tl.static_range(TOKENS):
-            x = tl.load(NORMED + m * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-            gate = tl.sum(gates.to(tl.float32) * x[None, :], 1)
-            up = tl.sum(ups.to(tl.float32) * x[None, :], 1)
-            target = ACTIVE + (m * (CHOSEN + EXTRA) + CHOSEN + extra) * WIDTH + row
-            tl.store(target, (gate / (1.0 + tl.exp(-gate)) * up).to(kind), mask=row < WIDTH)
+    part = tl.program_id(1)
+    inner = tl.arange(0, STEP)
+    real = row < WIDTH
+    lines = row * SIZE
+    gates = SHARED + part * WIDTH * SIZE
+    ups = gates + EXTRA * WIDTH * SIZE
+    if PDL:  # noqa: SIM102
+        if part < EXTRA:
+            lane = tl.arange(0, 32)
+            _prefetch(gates + lines, real, lane, SIZE, 32)
+            _prefetch(ups + lines, real, lane, SIZE, 32)
+    begin(PDL)
+    slot = CHOSEN + part
+    if part >= EXTRA:
+        slot = part - EXTRA
+        expert, _weight = _choose(LOGITS, 0, slot, scaling, EXPERTS, PAD, CHOSEN, NORMALIZE)
+        gates = WEIGHT + expert.to(tl.int64) * 2 * WIDTH * SIZE
+        ups = gates + WIDTH * SIZE
+    gate = tl.zeros([COLUMNS, STEP], tl.float32)
+    up = tl.zeros([COLUMNS, STEP], tl.float32)
+    for start in tl.range(0, SIZE, STEP, num_stages=STAGES):
+        column = start + inner
+        inside = column < SIZE
+        held = real[:, None] & inside[None, :]
+        place = lines[:, None] + column[None, :]
+        x = tl.load(NORMED + column, mask=inside, other=0.0).to(tl.float32)
+        gate += tl.load(gates + place, mask=held, other=0.0).to(tl.float32) * x[None, :]
+        up += tl.load(ups + place, mask=held, other=0.0).to(tl.float32) * x[None, :]
+    total = tl.sum(gate, 1)
+    active = total / (1.0 + tl.exp(-total)) * tl.sum(up, 1)
+    tl.store(ACTIVE + slot * WIDTH + row, active.to(ACTIVE.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def down_small(
     ACTIVE, WEIGHT, SHARED, LOGITS, OUT, scaling,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, EXPERTS: tl.constexpr,
-    PAD: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, CHOSEN: tl.constexpr,
+    EXTRA: tl.constexpr, NORMALIZE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (run of columns, part): ``OUT [TOKENS, CHOSEN + EXTRA, SIZE]``, scaled by the pair's weight.
+    """Program (run of columns, part): ``OUT [CHOSEN + EXTRA, SIZE]``, scaled by the expert's weight.
 
-    The scores are older than the launch before, so the weights are on their way while that one runs. A row of weights
-    is read as ``FIRST`` and ``REST`` columns.
+    The scores are older than the launch before, so the weights are on their way into the cache while that one runs.
     """
     row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
+    inner = tl.arange(0, STEP)
     real = row < SIZE
-    routed = part < TOKENS * CHOSEN
-    extra = tl.maximum(part - TOKENS * CHOSEN, 0)
-    token = tl.where(routed, part // CHOSEN, 0)
-    expert, weight = _choose(LOGITS, token, part % CHOSEN, scaling, EXPERTS, PAD, CHOSEN, NORMALIZE)
-    matrix = WEIGHT + expert.to(tl.int64) * SIZE * WIDTH
-    pitch = WIDTH
-    if part >= TOKENS * CHOSEN:
-        matrix = SHARED + extra.to(tl.int64) * WIDTH
-        pitch = EXTRA * WIDTH
-        weight = 1.0
-    a = tl.arange(0, FIRST)
-    b = FIRST + tl.arange(0, REST)
-    lines = matrix + row[:, None] * pitch
-    w0 = tl.load(lines + a[None, :], mask=real[:, None] & (a < WIDTH)[None, :], other=0.0)
-    w1 = tl.load(lines + b[None, :], mask=real[:, None] & (b < WIDTH)[None, :], other=0.0)
+    matrix = SHARED + (part - CHOSEN) * WIDTH
+    pitch = EXTRA * WIDTH
+    weight = 1.0
+    if part < CHOSEN:
+        expert, weight = _choose(LOGITS, 0, part, scaling, EXPERTS, PAD, CHOSEN, NORMALIZE)
+        matrix = WEIGHT + expert.to(tl.int64) * SIZE * WIDTH
+        pitch = WIDTH
+    if WIDTH % 16 == 0:
+        # Which the branch hides; without it loads would be narrow.
+        pitch = tl.multiple_of(pitch, 16)
+        matrix = tl.multiple_of(matrix, 16)
+    lines = matrix + row * pitch
+    if PDL:
+        _prefetch(lines, real, tl.arange(0, 32), WIDTH, 32)
     begin(PDL)
-    for turn in tl.static_range(TOKENS):
-        if (part >= TOKENS * CHOSEN) | (turn == 0):
-            m = tl.where(routed, token, turn)
-            slot = m * (CHOSEN + EXTRA) + tl.where(routed, part % CHOSEN, CHOSEN + extra)
-            line = ACTIVE + slot * WIDTH
-            x0 = tl.load(line + a, mask=a < WIDTH, other=0.0).to(tl.float32)
-            x1 = tl.load(line + b, mask=b < WIDTH, other=0.0).to(tl.float32)
-            y = tl.sum(w0.to(tl.float32) * x0[None, :], 1) + tl.sum(w1.to(tl.float32) * x1[None, :], 1)
-            tl.store(OUT + slot * SIZE + row, (y * weight).to(OUT.dtype.element_ty), mask=real)
+    acc = tl.zeros([COLUMNS, STEP], tl.float32)
+    for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
+        column = start + inner
+        inside = column < WIDTH
+        x = tl.load(ACTIVE + part * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        held = real[:, None] & inside[None, :]
+        acc += tl.load(lines[:, None] + column[None, :], mask=held, other=0.0).to(tl.float32) * x[None, :]
+    result = tl.sum(acc, 1) * weight
+    tl.store(OUT + part * SIZE + row, result.to(OUT.dtype.element_ty), mask=real)
