@@ -147,6 +147,18 @@ class SiluMul(Protocol):
     def __call__(self, both: Tensor) -> Tensor: ...
 
 
+class Fp8Linear(Protocol):
+    """``hidden [T, n]`` times weights in float8, as DeepSeek's checkpoints hold them -> ``[T, outputs]`` of its dtype.
+
+    ``codes float8_e4m3fn[outputs, n]`` and ``scales float32[outputs / 128, n / 128]``, both rounded up: a weight is its
+    code times the scale of its block. A kernel may round ``hidden`` to float8 too, a scale for each 128 values of a row.
+    """
+
+    def __call__(
+        self, hidden: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How experts are chosen; see ``config.MoeConfig``. One group means none."""
@@ -204,6 +216,7 @@ class Kernels:
     mla_rows: MlaRows
     add_norm: AddNorm
     silu_mul: SiluMul
+    fp8_linear: Fp8Linear
     route: Route
     moe: Moe
 
@@ -253,6 +266,7 @@ class Kernels:
             mla_rows=cast(MlaRows, find("mla_rows")),
             add_norm=cast(AddNorm, find("add_norm")),
             silu_mul=cast(SiluMul, find("silu_mul")),
+            fp8_linear=cast(Fp8Linear, find("fp8_linear")),
             route=cast(Route, find("route")),
             moe=cast(Moe, find("moe")),
         )

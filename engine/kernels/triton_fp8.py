@@ -203,9 +203,9 @@ def mla_rows_fp8_kernel(
     # Rounded as a row of the model's type would be, then packed.
     value = (latent * norm * weight).to(kind).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 1) / TOP, TINY)
+    # max drops a NaN, which has to stay one.
+    scale = tl.where(tl.max((value != value).to(tl.int32), 1) > 0, float("nan"), scale)
     codes = tl.minimum(tl.maximum(value / scale[:, None], -TOP), TOP)
-    # min and max drop a NaN, which has to stay one.
-    codes = tl.where(value == value, codes, value)
     at = (slot // PAGE) * page_bytes + (slot % PAGE) * ROW_BYTES
     tl.store(CODES + at + column, codes.to(CODES.dtype.element_ty), mask=inside & stored)
     tl.store(SCALES + (at + LATENT) // 4 + run, scale, mask=(run < RUNS) & stored)

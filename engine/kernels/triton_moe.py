@@ -12,14 +12,15 @@ a slice of the shared MLP, whose lists hold every token.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twinpool.engine.kernels import torch_fused
+from twinpool.engine.kernels import torch_fused, triton_fused, triton_moe_large
 from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec, Routing
-from twinpool.engine.kernels.triton_launch import overlap
+from twinpool.engine.kernels.triton_launch import device_of, overlap
 
 
 @triton.jit
@@ -256,9 +257,36 @@ def tile_rows(pairs: int, experts: int) -> int:
     return 16 if mean <= 8 else 32 if mean <= 16 else 64 if mean <= 64 else 128
 
 
+MANY = 128
+"""Pairs an expert from which its rows are put into tiles of their own. Measured on an H200: see docs/kernels.md."""
+
+
+def _is_for_many(hidden: Tensor, pairs: int, down: Tensor) -> bool:
+    """Bulk copies need rows of whole 16 bytes."""
+    able = device_of(hidden).overlaps_launches and hidden.itemsize == 2
+    return able and pairs >= MANY * len(down) and hidden.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
+
+
+def _many(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
+    """The shared experts are one MLP, so they are one part."""
+    tokens, size = hidden.shape
+    chosen, number = routing.experts.shape[1], len(experts.down)
+    out = hidden.new_empty(tokens, chosen + (experts.shared_down is not None), size)
+    weights = routing.weights.contiguous()
+    triton_moe_large.routed(
+        hidden, experts.gate_up, experts.down, weights, lists_of(routing, number), out
+    )  # fmt: skip
+    if experts.shared_gate_up is not None and experts.shared_down is not None:
+        active = triton_fused.silu_mul(F.linear(hidden, experts.shared_gate_up))
+        torch.mm(active, experts.shared_down.T, out=out[:, chosen])
+    return out
+
+
 def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
     """See ``operations.Moe``: ``[T, parts, size]``."""
     hidden = hidden.contiguous()
+    if _is_for_many(hidden, routing.experts.numel(), experts.down):
+        return _many(hidden, routing, experts)
     tokens, size = hidden.shape
     number, width = experts.down.shape[0], experts.down.shape[2]
     chosen = routing.experts.shape[1]

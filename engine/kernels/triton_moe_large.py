@@ -109,8 +109,8 @@ class LargeTile(NamedTuple):
 
 
 ROWS = 128
-LARGE = (LargeTile(64, 64, 4, 8), LargeTile(128, 64, 4, 8))
-"""For gate and up, and for down."""
+LARGE = (LargeTile(128, 64, 3, 8), LargeTile(256, 64, 3, 8))
+"""For gate and up, and for down. Measured on an H200: see docs/kernels.md."""
 
 
 def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -131,7 +131,7 @@ def routed(
     """Fills the first parts of ``out [T, parts, size]``, one for each of ``weights [T, k]``.
 
     ``gate_up [experts, 2 n, size]``, ``down [experts, size, n]``, ``lists`` as ``triton_moe.lists_of`` gives them.
-    Inner sizes must be multiples of the steps of the tiles, and ``n`` of the first one's columns.
+    Rows of all three must be whole 16 bytes.
     """
     tokens, size = hidden.shape
     chosen, experts, width = weights.shape[1], len(down), down.shape[2]
