@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,41 +36,28 @@ EDGES = {
     "empty": ([(1, 0), (1, 5), (1, 0)], 3),
     "many": ([(1, 1 + 37 * n % 900) for n in range(70)], 70),
     "long": ([(1, 9000), (1, 1)], 2),
+    "one token": ([(1, 1)], 1),
+    "one page": ([(1, 64)], 1),
+    "one alone": ([(1, 4097)], 1),
     "speculation": ([(1, 200), (4, 300), (2, 65), (3, 64), (4, 2), (4, 1500)], 1),
 }
 
 
 def launcher(name: str) -> Callable[..., None]:
-    """``portable``; ``hopper`` with a variant behind a dash: p(dl), g(entle), the pieces of ``soon``, and behind more dashes
-    r(agged) and b(locks) with numbers; ``split-TILE-SPLITS-WARPS-COLUMNS`` for decodes without speculation."""
+    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), s(plit), the pieces of ``soon``."""
     from twinpool.engine.kernels import triton_launch
 
     if name == "portable":
         return triton_launch.attend
-    from twinpool.engine.kernels import gluon_launch, triton_small_launch
+    from twinpool.engine.kernels import gluon_launch
 
-    kind, *parts = name.split("-")
-    if kind == "split":
-        tile, splits, warps, columns = map(int, parts)
-        tiles = triton_small_launch.SmallTiles(tile=tile, splits=splits, attend_warps=warps, columns=columns)
-
-        def split(*operands: Any, scale: float) -> None:
-            batch = operands[2]
-            if batch.num_tokens > batch.num_sequences:
-                gluon_launch.attend(*operands, scale=scale)
-            else:
-                triton_small_launch.attend(*operands, scale=scale, tiles=tiles)
-
-        return split
-    letters = parts[0] if parts else ""
-    more = {part[0]: int(part[1:]) for part in parts[1:]}
+    letters = name.partition("-")[2]
     variant = gluon_launch.Variant(
-        soon=int(letters.strip("pg") or 0), gentle="g" in letters, pdl="p" in letters,
-        ragged=more.get("r", 0), blocks=more.get("b", 0),
-    )  # fmt: skip
+        soon=int(letters.strip("pgs") or 0), gentle="g" in letters, pdl="p" in letters, split="s" in letters
+    )
 
-    def attend(*operands: Any, scale: float) -> None:
-        gluon_launch.attend(*operands, scale=scale, variant=variant)
+    def attend(*operands: object, scale: float) -> None:
+        gluon_launch.attend(*operands, scale=scale, variant=variant)  # type: ignore[arg-type]
 
     return attend
 
@@ -224,9 +210,7 @@ def built(name: str) -> list[dict[str, object]]:
     """What the compiler says of the kernels of this process: registers of a thread, spilled bytes, shared memory."""
     from twinpool.engine.kernels import gluon_mla_decode, triton_merge, triton_mla_decode, triton_small
 
-    main = {"portable": triton_mla_decode.mla_split, "split": triton_small.attend_kernel}.get(
-        name.partition("-")[0], gluon_mla_decode.mla_decode
-    )
+    main = triton_mla_decode.mla_split if name == "portable" else gluon_mla_decode.mla_decode
     return [
         {
             "kernel": kernel.metadata.name,
@@ -235,7 +219,7 @@ def built(name: str) -> list[dict[str, object]]:
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
         }
-        for function in (main, triton_merge.merge_kernel)
+        for function in (main, triton_merge.merge_kernel, triton_small.attend_kernel)
         for kernel in (function.device_caches[0][0].values() if function.device_caches else ())
     ]
 
@@ -338,7 +322,7 @@ def show(times: list[dict[str, object]], variants: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", default="hopper-p1,hopper-p1g,portable,float32")
+    parser.add_argument("--variants", default="hopper-p1g,hopper-p1gs,portable,float32")
     parser.add_argument("--variant", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--heads", type=int, default=16)

@@ -5,7 +5,9 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor, bfloat16
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from twinpool.engine.kernels import triton_moe
 from twinpool.engine.kernels.gluon_moe import grouped_product
+from twinpool.engine.kernels.operations import ExpertWeights, Routing
 from twinpool.engine.kernels.triton_launch import device_of
 from twinpool.engine.kernels.triton_moe_tiles import gather, make_tiles
 
@@ -52,3 +54,12 @@ def routed(
         OUTPUTS=size, RUNS=size // (2 * HALF), NEXT=2 * HALF, SECOND=HALF, CHOSEN=chosen, PARTS=out.shape[1], SIZE=size,
         ACTIVATE=False, STAGES=stages, num_warps=4,
     )  # fmt: skip
+
+
+def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
+    """See ``operations.Moe``. Few tokens are left to ``triton_moe``."""
+    hidden = hidden.contiguous()
+    pairs = routing.experts.numel()
+    if supports(hidden, experts.down) and triton_moe.is_for_many(hidden, pairs, experts.down):
+        return triton_moe.moe_of_many(hidden, routing, experts, routed)
+    return triton_moe.moe(hidden, routing, experts)

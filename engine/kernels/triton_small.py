@@ -283,3 +283,23 @@ def output_kernel(
         x = x.to(WEIGHT.dtype.element_ty).to(tl.float32)
         y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
         tl.store(OUT + m * OUTPUTS + row, y.to(OUT.dtype.element_ty), mask=row < OUTPUTS)
+
+
+@triton.jit
+def scores_small(
+    HIDDEN, DELTA, NORM, WEIGHT, SUM, NORMED, LOGITS, eps,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (run of experts): residual, norm and the router's product; the first one stores the sum and the norm."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    held = (row < EXPERTS)[:, None] & (column < SIZE)[None, :]
+    weight = tl.load(WEIGHT + row[:, None] * SIZE + column[None, :], mask=held, other=0.0)
+    scale = tl.load(NORM + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    begin(PDL)
+    for m in tl.static_range(TOKENS):
+        first = tl.program_id(0) == 0
+        x = normed(HIDDEN, DELTA, SUM, scale, m, column, eps, first, SIZE, 1)
+        tl.store(NORMED + m * SIZE + column, x.to(NORMED.dtype.element_ty), mask=(column < SIZE) & first)
+        tl.store(LOGITS + m * EXPERTS + row, tl.sum(weight * x[None, :], 1), mask=row < EXPERTS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import MlaConfig, ModelConfig
 from twinpool.engine.kernels import Kernels
-from twinpool.engine.kernels.operations import MlaStep
+from twinpool.engine.kernels.operations import MlaLayer, MlaStep
 from twinpool.engine.models.layers import FusedLinear, RMSNorm
 from twinpool.engine.models.paths import PrefillPath, expand_is_cheaper
 from twinpool.engine.models.rotary import RotaryTables, deinterleave, softmax_scale
@@ -117,6 +117,16 @@ class MlaAttention(nn.Module):
             scale=self.scale,
         )
         return found.output.reshape(len(query), -1)
+
+    def whole(self, norm: RMSNorm) -> MlaLayer | None:
+        """The layer with the norm before it, for kernels that take both; None if it has biases or compressed queries."""
+        if self.query_up is not None or self.down.bias is not None or self.output.bias is not None:
+            return None
+        mla = self.config
+        return MlaLayer(
+            norm.weight, norm.eps, self.down.weight, self.kv_norm.weight, self.kv_norm.eps, self.kv_up,
+            self.output.weight, mla.qk_nope_head_dim, mla.qk_rope_head_dim, self.scale,
+        )  # fmt: skip
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.down.slots(prefix)
