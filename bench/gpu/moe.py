@@ -3,8 +3,7 @@
 
 ``python -m bench.gpu.moe --out DIR``. ``few`` is the operation as it serves decodes; ``large:ROWS:COLUMNS:STEP:STAGES:
 WARPS:COLUMNS:STEP:STAGES:WARPS`` the products over tiles in order, with these tiles for gate and up, and for down, and
-the shared experts by the library; ``gluon:STAGES`` the persistent products of Hopper, rows gathered beforehand. Random
-tokens choose random experts. TFLOP/s count what the tokens' experts need.
+the shared experts by the library. Random tokens choose random experts. TFLOP/s count what the tokens' experts need.
 """
 
 import sys
@@ -23,7 +22,7 @@ TOKENS = (8192, 2048, 512, 320, 128)
 FIRST = ("128:64:64:4:8", "128:128:64:3:8", "128:128:64:4:8", "256:64:64:3:8")
 SECOND = {"128": ("128:64:4:8", "256:64:3:8", "256:64:4:8"), "256": ("128:64:3:8",)}
 VARIANTS = ",".join(
-    ["few", "shared", "gluon:4", "gluon:3"]
+    ["few", "shared"]
     + [f"large:{first}:{second}" for first in FIRST for second in SECOND[first.split(":")[0]]]
     + ["large:64:128:64:4:4:128:64:4:4", "large:64:64:64:4:4:256:64:4:4"]
 )
@@ -60,16 +59,6 @@ def run(name: str, hidden: Tensor, routing: Routing, experts: ExpertWeights) -> 
         return triton_moe.moe(hidden, routing, experts)
     if kind == "shared":
         return shared(hidden, experts)[:, None]
-    if kind == "gluon":
-        from twinpool.engine.kernels import gluon_moe_launch
-
-        out = hidden.new_empty(len(hidden), CHOSEN + 1, SIZE)
-        lists = triton_moe.lists_of(routing, EXPERTS)
-        gluon_moe_launch.routed(
-            hidden, experts.gate_up, experts.down, routing.weights, lists, out, stages=int(numbers[0])
-        )
-        out[:, CHOSEN] = shared(hidden, experts)
-        return out
     rows, *sizes = map(int, numbers)
     tiles = triton_moe_large.LargeTile(*sizes[:4]), triton_moe_large.LargeTile(*sizes[4:])
     out = hidden.new_empty(len(hidden), CHOSEN + 1, SIZE)

@@ -52,17 +52,14 @@ _add("route", "triton_moe", _EVERY, "scores, choice and lists in two launches")
 _add("moe", "triton_moe", _EVERY, "grouped products in two launches")
 
 
-def _add_hopper(
-    operation: str, module: str, note: str, layouts: frozenset[str] = _PAGES, priority: int = 20
-) -> None:
+def _add_hopper(operation: str, module: str, note: str) -> None:
     narrow = frozenset({torch.bfloat16})
     function = _later(module, operation)
-    REGISTRY.add(Kernel(operation, "hopper", _HOPPER, narrow, layouts, priority, function, note))
+    REGISTRY.add(Kernel(operation, "hopper", _HOPPER, narrow, _PAGES, 20, function, note))
 
 
 _add_hopper("mla_paged_attention", "gluon_launch", "three warpgroups, bulk copies")
 _add_hopper("mla_expanded_attention", "gluon_prefill", "two warpgroups and a loader, bulk copies")
-_add_hopper("moe", "gluon_moe_launch", "many tokens: persistent grouped products, bulk copies", _EVERY, 5)
 
 
 def _add_packed(operation: str, note: str) -> None:

@@ -9,7 +9,7 @@ the order of a list, in which blocks arrive, has no influence on a value. The sh
 a slice of the shared MLP, whose lists hold every token.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -299,33 +299,21 @@ MANY = 128
 """Pairs an expert from which its rows are put into tiles of their own. Measured on an H200: see docs/kernels.md."""
 
 
-def is_for_many(hidden: Tensor, pairs: int, down: Tensor) -> bool:
+def _is_for_many(hidden: Tensor, pairs: int, down: Tensor) -> bool:
     """Bulk copies need rows of whole 16 bytes."""
     able = device_of(hidden).overlaps_launches and hidden.itemsize == 2
     return able and pairs >= MANY * len(down) and hidden.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
 
 
-class Routed(Protocol):
-    """See ``triton_moe_large.routed``."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights: Tensor,
-        lists: tuple[Tensor, Tensor],
-        out: Tensor,
-    ) -> None: ...
-
-
-def moe_of_many(hidden: Tensor, routing: Routing, experts: ExpertWeights, routed: Routed) -> Tensor:
-    """``operations.Moe`` with ``routed`` for the routed experts. The shared experts are one MLP, so they are one part."""
+def _many(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
+    """The shared experts are one MLP, so they are one part."""
     tokens, size = hidden.shape
     chosen, number = routing.experts.shape[1], len(experts.down)
     out = hidden.new_empty(tokens, chosen + (experts.shared_down is not None), size)
     weights = routing.weights.contiguous()
-    routed(hidden, experts.gate_up, experts.down, weights, lists_of(routing, number), out)
+    triton_moe_large.routed(
+        hidden, experts.gate_up, experts.down, weights, lists_of(routing, number), out
+    )  # fmt: skip
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         active = triton_fused.silu_mul(F.linear(hidden, experts.shared_gate_up))
         torch.mm(active, experts.shared_down.T, out=out[:, chosen])
@@ -335,8 +323,8 @@ def moe_of_many(hidden: Tensor, routing: Routing, experts: ExpertWeights, routed
 def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
     """See ``operations.Moe``: ``[T, parts, size]``."""
     hidden = hidden.contiguous()
-    if is_for_many(hidden, routing.experts.numel(), experts.down):
-        return moe_of_many(hidden, routing, experts, triton_moe_large.routed)
+    if _is_for_many(hidden, routing.experts.numel(), experts.down):
+        return _many(hidden, routing, experts)
     tokens, size = hidden.shape
     number, width = experts.down.shape[0], experts.down.shape[2]
     chosen = routing.experts.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles and grouped products of many tokens in Triton's interpreter, on CPU tensors, against the torch kernels."""
+"""Grouped products of many tokens in Triton's interpreter, on CPU tensors, against the torch kernels."""
 
 import os
 
@@ -7,12 +7,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined, hence bef
 
 import pytest
 import torch
-from torch import Tensor
 
 from twinpool.engine.kernels import torch_fused, triton_moe, triton_moe_large
 from twinpool.engine.kernels.operations import ExpertWeights, Routing
 from twinpool.engine.kernels.triton_moe_large import LargeTile
-from twinpool.engine.kernels.triton_moe_tiles import gather, make_tiles
 
 EXPERTS, CHOSEN, WIDTH, SIZE, ROWS = 10, 3, 16, 64, 16
 
@@ -26,28 +24,6 @@ def make_routing(tokens: int, favourite: int | None = None) -> Routing:
         scores[:, favourite] += 3.0
     weights, experts = scores.topk(CHOSEN)
     return Routing(weights, experts.to(torch.int32))
-
-
-def expected_tiles(count: Tensor) -> list[tuple[int, int]]:
-    return [(e, begin) for e, n in enumerate(count.tolist()) for begin in range(0, n, ROWS)]
-
-
-@pytest.mark.parametrize("favourite", [None, 7])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 90])
-def test_tiles_cover_every_pair_once_and_hold_its_row(tokens: int, favourite: int | None) -> None:
-    torch.manual_seed(tokens)
-    routing = make_routing(tokens, favourite)
-    lists = triton_moe.lists_of(routing, EXPERTS)
-    tiles = make_tiles(lists[0], tokens * CHOSEN, ROWS)
-    wanted = expected_tiles(lists[0])
-    assert int(tiles.count) == len(wanted) <= tiles.most
-    assert list(zip(tiles.expert.tolist(), tiles.begin.tolist(), strict=True))[: len(wanted)] == wanted
-    hidden = torch.randn(tokens, SIZE)
-    rows = gather(hidden, lists, tiles, CHOSEN).view(tiles.most, ROWS, SIZE)
-    for tile, (expert, begin) in enumerate(wanted):
-        pairs = lists[1][expert * tokens :][: int(lists[0][expert])][begin : begin + ROWS]
-        assert torch.equal(rows[tile, : len(pairs)], hidden[pairs.long() // CHOSEN])
-        assert rows[tile, len(pairs) :].eq(0).all()
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
