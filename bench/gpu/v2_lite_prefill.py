@@ -69,16 +69,19 @@ def make_plan(
 
 
 @torch.inference_mode()
-def compare_many() -> float:
-    """Relative error of the logits of all tokens of three chunks, enough for the products of many tokens."""
-    shapes = [(1400, 1400), (65, 1000), (300, 301)]
+def compare_with_torch() -> dict[str, float]:
+    """Relative errors of the logits of three layers: all tokens of three chunks, enough for the products of many tokens, and
+    one token alone, which has kernels of its own."""
+    shapes = {"chunks": ([(1400, 1400), (65, 1000), (300, 301)], 0), "one token": ([(1, 1500)], 1)}
     tables = np.random.default_rng(2).permutation(3 * 24).reshape(3, 24)
-    found = []
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in shapes}
     for backend in ("torch", None):
         model = build(3, backend)
-        torch.manual_seed(1)
-        found.append(eager(model, make_pool(model, tables.size), make_plan(shapes, tables, 5, 0)).double())
-    return float((found[1] - found[0]).norm() / found[0].norm())
+        for name, (chunks, decodes) in shapes.items():
+            torch.manual_seed(1)
+            plan = make_plan(chunks, tables[: len(chunks)], 5, decodes)
+            found[name].append(eager(model, make_pool(model, tables.size), plan).double())
+    return {name: float((other - one).norm() / one.norm()) for name, (one, other) in found.items()}
 
 
 class Bench:
@@ -179,14 +182,14 @@ def main() -> int:
         if arguments.out:
             Path(arguments.out, "v2_lite_prefill.json").write_text(json.dumps(report, indent=1) + "\n")
 
-    error = compare_many()
-    print("relative error against the torch kernels:", error, flush=True)
+    errors = compare_with_torch()
+    print("relative errors against the torch kernels:", errors, flush=True)
     bench = Bench(arguments.layers, 65 * (LONGEST_CHUNKED // BLOCK + 2))
     prompts: list[dict[str, object]] = []
     for tokens, chunk in (map(int, one.split(":")) for one in arguments.prompts.split(",")):
         prompts.append(bench.prompt(tokens, chunk, 5))
         print(prompts[-1], flush=True)
-        save(error=error, prompts=prompts)
+        save(errors=errors, prompts=prompts)
     kernels = bench.kernels_of(make_plan([(8192, 8192)], bench.tables(1, 8192), 0, 0))
     for kernel in kernels[:16]:
         print("   ", kernel, flush=True)
@@ -209,7 +212,7 @@ def main() -> int:
     for kernel in mixed[:12]:
         print("   ", kernel, flush=True)
     save(mixed_kernels=mixed)
-    return 0 if error <= 3e-2 else 1
+    return 0 if max(errors.values()) <= 3e-2 else 1
 
 
 if __name__ == "__main__":
