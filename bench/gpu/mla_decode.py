@@ -36,12 +36,15 @@ EDGES = {
     "empty": ([(1, 0), (1, 5), (1, 0)], 3),
     "many": ([(1, 1 + 37 * n % 900) for n in range(70)], 70),
     "long": ([(1, 9000), (1, 1)], 2),
+    "one token": ([(1, 1)], 1),
+    "one page": ([(1, 64)], 1),
+    "one alone": ([(1, 4097)], 1),
     "speculation": ([(1, 200), (4, 300), (2, 65), (3, 64), (4, 2), (4, 1500)], 1),
 }
 
 
 def launcher(name: str) -> Callable[..., None]:
-    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), the pieces of ``soon``."""
+    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), s(plit), the pieces of ``soon``."""
     from twinpool.engine.kernels import triton_launch
 
     if name == "portable":
@@ -49,8 +52,9 @@ def launcher(name: str) -> Callable[..., None]:
     from twinpool.engine.kernels import gluon_launch
 
     letters = name.partition("-")[2]
-    digits = letters.strip("pg")
-    variant = gluon_launch.Variant(soon=int(digits or 0), gentle="g" in letters, pdl="p" in letters)
+    variant = gluon_launch.Variant(
+        soon=int(letters.strip("pgs") or 0), gentle="g" in letters, pdl="p" in letters, split="s" in letters
+    )
 
     def attend(*operands: object, scale: float) -> None:
         gluon_launch.attend(*operands, scale=scale, variant=variant)  # type: ignore[arg-type]
@@ -204,7 +208,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def built(name: str) -> list[dict[str, object]]:
     """What the compiler says of the kernels of this process: registers of a thread, spilled bytes, shared memory."""
-    from twinpool.engine.kernels import gluon_mla_decode, triton_merge, triton_mla_decode
+    from twinpool.engine.kernels import gluon_mla_decode, triton_merge, triton_mla_decode, triton_small
 
     main = triton_mla_decode.mla_split if name == "portable" else gluon_mla_decode.mla_decode
     return [
@@ -215,8 +219,8 @@ def built(name: str) -> list[dict[str, object]]:
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
         }
-        for function in (main, triton_merge.merge_kernel)
-        for kernel in function.device_caches[0][0].values()
+        for function in (main, triton_merge.merge_kernel, triton_small.attend_kernel)
+        for kernel in (function.device_caches[0][0].values() if function.device_caches else ())
     ]
 
 
@@ -318,7 +322,7 @@ def show(times: list[dict[str, object]], variants: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", default="hopper-p1,hopper-p1g,portable,float32")
+    parser.add_argument("--variants", default="hopper-p1g,hopper-p1gs,portable,float32")
     parser.add_argument("--variant", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--heads", type=int, default=16)

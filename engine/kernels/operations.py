@@ -11,7 +11,7 @@ LSE is the natural logarithm of the sum of exponentials of the scaled scores. Su
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -147,6 +147,18 @@ class SiluMul(Protocol):
     def __call__(self, both: Tensor) -> Tensor: ...
 
 
+class Fp8Linear(Protocol):
+    """``hidden [T, n]`` times weights in float8, as DeepSeek's checkpoints hold them -> ``[T, outputs]`` of its dtype.
+
+    ``codes float8_e4m3fn[outputs, n]`` and ``scales float32[outputs / 128, n / 128]``, both rounded up: a weight is its
+    code times the scale of its block. A kernel may round ``hidden`` to float8 too, a scale for each 128 values of a row.
+    """
+
+    def __call__(
+        self, hidden: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How experts are chosen; see ``config.MoeConfig``. One group means none."""
@@ -186,6 +198,51 @@ class ExpertWeights:
     shared_down: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MlaLayer:
+    """What a layer of latent attention multiplies with: ``norm [size]``, ``down [heads (nope + rope) + latent + rope,
+    size]``, ``kv_norm [latent]``, ``up [heads, nope + v, latent]``, ``output [size, heads v]``; and its numbers."""
+
+    norm: Tensor
+    norm_eps: float
+    down: Tensor
+    kv_norm: Tensor
+    kv_eps: float
+    up: Tensor
+    output: Tensor
+    nope: int
+    rope: int
+    scale: float
+
+
+class MlaSmall(Protocol):
+    """Residual, norm and latent attention of a layer for very few tokens, one of each sequence.
+
+    ``hidden [T, size]`` and parts still to be added, ``[T, parts, size]`` or ``[T, size]``, None for none -> their sum and
+    what attention adds to it. Stores the tokens' cache rows, none for slot -1. ``cos`` and ``sin`` as in ``MlaStep``.
+    """
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        layer: MlaLayer,
+        cos: Tensor,
+        sin: Tensor,
+        pages: Tensor,
+        batch: AttentionBatch,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class RouteSmall(Protocol):
+    """``AddNorm`` of ``delta [T, size]`` and ``Route`` by a softmax without groups, for very few tokens: the sum, its norm,
+    and the experts."""
+
+    def __call__(
+        self, hidden: Tensor, delta: Tensor, norm: Tensor, eps: float, router: Tensor, spec: RouterSpec
+    ) -> tuple[Tensor, Tensor, Routing]: ...
+
+
 class Moe(Protocol):
     """``hidden [T, size]`` -> ``[T, size]``, or ``[T, parts, size]`` to be summed over its parts (see ``AddNorm``)."""
 
@@ -194,7 +251,7 @@ class Moe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that a model runs with, one for each operation."""
+    """The kernels that a model runs with, one for each operation; None for a shortcut that no kernel offers."""
 
     write_kv: WriteKV
     mla_paged_attention: MlaPagedAttention
@@ -204,8 +261,11 @@ class Kernels:
     mla_rows: MlaRows
     add_norm: AddNorm
     silu_mul: SiluMul
+    fp8_linear: Fp8Linear
     route: Route
     moe: Moe
+    mla_small: MlaSmall | None = None
+    route_small: RouteSmall | None = None
 
     @classmethod
     def select(
@@ -236,7 +296,11 @@ class Kernels:
                 refused.extend(verdict.reason for verdict in verdicts if verdict.kernel.backend == backend)
             return registry.select(operation, capability=capability, dtype=dtype, layout=layout).function
 
-        found = cls._of(find)
+        found = replace(
+            cls._of(find),
+            mla_small=cast(MlaSmall | None, registry.find("mla_small", capability, dtype, layout)),
+            route_small=cast(RouteSmall | None, registry.find("route_small", capability, dtype, layout)),
+        )
         if backend is not None and not taken:
             why = "; ".join(dict.fromkeys(refused)) or "none registered"
             raise KernelNotFoundError(f"backend {backend} has no kernel that fits {capability}: {why}")
@@ -253,6 +317,7 @@ class Kernels:
             mla_rows=cast(MlaRows, find("mla_rows")),
             add_norm=cast(AddNorm, find("add_norm")),
             silu_mul=cast(SiluMul, find("silu_mul")),
+            fp8_linear=cast(Fp8Linear, find("fp8_linear")),
             route=cast(Route, find("route")),
             moe=cast(Moe, find("moe")),
         )

@@ -181,6 +181,13 @@ class KernelRegistry:
         )
         raise KernelNotFoundError(f"no kernel for {operation} on {capability} with {dtype}: {why}")
 
+    def find(
+        self, operation: str, capability: Capability, dtype: torch.dtype, layout: str = BLOCK_MAJOR
+    ) -> Callable[..., Any] | None:
+        """The kernel of highest priority that fits, for an operation that nobody depends on; None if there is none."""
+        verdicts = self.explain(operation, capability=capability, dtype=dtype, layout=layout)
+        return verdicts[0].kernel.function if verdicts and verdicts[0].chosen else None
+
 
 REGISTRY = KernelRegistry()
 """The process's kernels. Import ``twinpool.engine.kernels`` to have the built-in ones in it."""

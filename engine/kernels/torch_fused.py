@@ -44,6 +44,23 @@ def silu_mul(both: Tensor) -> Tensor:
     return F.silu(both[..., :size]) * both[..., size:]
 
 
+FP8_BLOCK = 128
+"""Rows and columns of a weight that share a scale."""
+
+
+def unpack_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights that ``operations.Fp8Linear`` multiplies with, ``dtype[outputs, n]``."""
+    wide = scales.repeat_interleave(FP8_BLOCK, 0)[: codes.shape[0]]
+    wide = wide.repeat_interleave(FP8_BLOCK, 1)[:, : codes.shape[1]]
+    return (codes.to(torch.float32) * wide).to(dtype)
+
+
+@REGISTRY.register("fp8_linear", backend="torch", dtypes=DTYPES, layouts=LAYOUTS, note="unpacks the weights")
+def fp8_linear(hidden: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``operations.Fp8Linear``."""
+    return F.linear(hidden, unpack_weight(codes, scales, hidden.dtype), bias)
+
+
 def _keep_groups(scores: Tensor, spec: RouterSpec, *, best: int, fill: float) -> Tensor:
     """Scores with those outside the token's best groups set to ``fill``; a group counts by the sum of its ``best``
     highest scores."""

@@ -12,6 +12,8 @@ from twinpool.engine.kernels.registry import BLOCK_MAJOR, FP8_LATENT, REGISTRY, 
 
 _CUDA = Requirement(frozenset({"cuda"}), (8, 0))
 _HOPPER = Requirement(frozenset({"cuda"}), (9, 0), max_compute=(9, 0))
+_PACKING = Requirement(frozenset({"cuda"}), (8, 9))
+"""What converts float8 in hardware."""
 _ANY = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _PAGES = frozenset({BLOCK_MAJOR})
 _EVERY = frozenset({BLOCK_MAJOR, FP8_LATENT})
@@ -38,21 +40,35 @@ def _add(operation: str, module: str, layouts: frozenset[str], note: str) -> Non
 
 
 _add("mla_paged_attention", "triton_launch", _PAGES, "balanced split, merge")
-_add("mla_expanded_attention", "triton_prefill", _PAGES, "expands runs of heads, online softmax; not yet run on a device")
+_add("mla_expanded_attention", "triton_prefill", _PAGES, "expands runs of heads, online softmax")
+_add("gqa_paged_attention", "triton_gqa_launch", _PAGES, "balanced split and merge, or tiles of queries")
 _add("mla_rows", "triton_fused", _PAGES, "norm, rotation and store in one launch")
 _add("add_norm", "triton_fused", _EVERY, "one launch")
 _add("silu_mul", "triton_fused", _EVERY, "one launch")
+_add("fp8_linear", "triton_fp8_linear", _EVERY, "codes widened on chip; many rows packed too")
+_add("mla_small", "triton_small_launch", _PAGES, "a layer's attention in five launches")
+_add("route_small", "triton_small_launch", _EVERY, "residual, norm and scores in one launch, choice in another")
 _add("route", "triton_moe", _EVERY, "scores, choice and lists in two launches")
 _add("moe", "triton_moe", _EVERY, "grouped products in two launches")
-REGISTRY.add(
-    Kernel(
-        "mla_paged_attention",
-        "hopper",
-        _HOPPER,
-        frozenset({torch.bfloat16}),
-        _PAGES,
-        20,
-        _later("gluon_launch", "mla_paged_attention"),
-        "three warpgroups, bulk copies",
-    )
-)
+
+
+def _add_hopper(operation: str, module: str, note: str) -> None:
+    narrow = frozenset({torch.bfloat16})
+    function = _later(module, operation)
+    REGISTRY.add(Kernel(operation, "hopper", _HOPPER, narrow, _PAGES, 20, function, note))
+
+
+_add_hopper("mla_paged_attention", "gluon_launch", "three warpgroups, bulk copies")
+_add_hopper("mla_expanded_attention", "gluon_prefill", "two warpgroups and a loader, bulk copies")
+
+
+def _add_packed(operation: str, note: str) -> None:
+    # A backend has one kernel of an operation, and these are for the other layout.
+    function = _later("triton_fp8_launch", operation)
+    packed = frozenset({FP8_LATENT})
+    REGISTRY.add(Kernel(operation, "triton_fp8", _PACKING, _ANY, packed, 10, function, note))
+
+
+_add_packed("mla_paged_attention", "balanced split over packed rows, merge")
+_add_packed("mla_expanded_attention", "unpacks, expands runs of heads, online softmax")
+_add_packed("mla_rows", "norm, rotation, packing and store in one launch")

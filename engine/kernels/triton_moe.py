@@ -12,14 +12,15 @@ a slice of the shared MLP, whose lists hold every token.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twinpool.engine.kernels import torch_fused
+from twinpool.engine.kernels import torch_fused, triton_fused, triton_moe_large
 from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec, Routing
-from twinpool.engine.kernels.triton_launch import overlap
+from twinpool.engine.kernels.triton_launch import device_of, overlap
 
 
 @triton.jit
@@ -56,9 +57,10 @@ def scores_kernel(
 def choose_kernel(
     PART, WEIGHTS, CHOICE, COUNT, LISTS, tokens, scaling,
     EXPERTS: tl.constexpr, PAD: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, NORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): softmax of its scores, the best ``CHOSEN`` of them, and its places on their lists."""
+    """Program (token): softmax of its scores, the best ``CHOSEN`` of them, and its places on their lists, which are empty
+    before unless it is the ``SINGLE`` one."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -85,8 +87,12 @@ def choose_kernel(
     taken = chosen == 1
     tl.store(WEIGHTS + token * CHOSEN + rank, scores * scaling, mask=taken)
     tl.store(CHOICE + token * CHOSEN + rank, expert, mask=taken)
-    at = tl.atomic_add(COUNT + expert, chosen, mask=taken, sem="relaxed")
-    tl.store(LISTS + expert * tokens + at, token * CHOSEN + rank, mask=taken)
+    if SINGLE:
+        tl.store(COUNT + expert, chosen, mask=known)
+        tl.store(LISTS + expert, rank, mask=taken)
+    else:
+        at = tl.atomic_add(COUNT + expert, chosen, mask=taken, sem="relaxed")
+        tl.store(LISTS + expert * tokens + at, token * CHOSEN + rank, mask=taken)
 
 
 @triton.jit
@@ -100,8 +106,20 @@ def assign_kernel(CHOICE, COUNT, LISTS, tokens, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
-    """The pairs of one tile of an expert's list, whether each is real, and where its row of results lies."""
+def _rows_of(
+    LISTS, COUNT, index, tiles, tokens, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    SINGLE: tl.constexpr,
+):  # fmt: skip
+    """The expert of the ``index``-th tile, its pairs, whether each is real, where its row of results lies, and whether there
+    is any. For a ``SINGLE`` token there is a tile for each expert that it goes to, and LISTS says which."""
+    if SINGLE:
+        row = tl.arange(0, ROWS)
+        expert = EXPERTS + index - CHOSEN
+        if index < CHOSEN:
+            expert = tl.load(LISTS + index).to(tl.int32)
+        return expert, row * 0 + index, row * 0, row * 0 + index, row < 1, True
+    expert = index // tiles
+    tile = index % tiles
     row = tile * ROWS + tl.arange(0, ROWS)
     count = tokens
     if expert < EXPERTS:
@@ -110,7 +128,7 @@ def _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS: tl.constexpr, EXPERTS: tl
     pair = tl.load(LISTS + expert * tokens + row, mask=real & (expert < EXPERTS), other=0)
     token = tl.where(expert < EXPERTS, pair // CHOSEN, tl.where(real, row, 0))
     part = tl.where(expert < EXPERTS, pair % CHOSEN, CHOSEN + expert - EXPERTS)
-    return pair, token, part, real, count
+    return expert, pair, token, part, real, tile * ROWS < count
 
 
 @triton.jit
@@ -125,16 +143,16 @@ def _product(left, right, acc, CAST: tl.constexpr):
 def gate_up_kernel(
     HIDDEN, WEIGHT, SHARED, LISTS, COUNT, OUT, tokens, tiles,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (run of columns, tile of an expert's list): ``silu(gate) * up`` of ``WIDTH`` columns."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.program_id(1) // tiles
-    tile = tl.program_id(1) % tiles
-    _pair, token, part, real, count = _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS, EXPERTS, CHOSEN)
-    if tile * ROWS < count:
+    expert, _pair, token, part, real, some = _rows_of(
+        LISTS, COUNT, tl.program_id(1), tiles, tokens, ROWS, EXPERTS, CHOSEN, SINGLE
+    )
+    if some:
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inner = tl.arange(0, STEP)
         wide = column < WIDTH
@@ -162,16 +180,16 @@ def gate_up_kernel(
 def down_kernel(
     ACTIVE, WEIGHT, SHARED, LISTS, COUNT, WEIGHTS, OUT, tokens, tiles,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (run of columns, tile of an expert's list): ``OUT [tokens, parts, SIZE]``, scaled by the pair's weight."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.program_id(1) // tiles
-    tile = tl.program_id(1) % tiles
-    pair, token, part, real, count = _rows_of(LISTS, COUNT, expert, tile, tokens, ROWS, EXPERTS, CHOSEN)
-    if tile * ROWS < count:
+    expert, pair, token, part, real, some = _rows_of(
+        LISTS, COUNT, tl.program_id(1), tiles, tokens, ROWS, EXPERTS, CHOSEN, SINGLE
+    )
+    if some:
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inner = tl.arange(0, STEP)
         wide = column < SIZE
@@ -200,25 +218,43 @@ def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec)
         return torch_fused.route(hidden, weight, bias, spec)
     hidden = hidden.contiguous()
     tokens, size = hidden.shape
-    experts, chosen = len(weight), spec.experts_per_token
+    experts = len(weight)
     pad = max(triton.next_power_of_2(experts), 16)
     # Few tokens: many splits, to have the processors at work. Many: few partial sums.
     split = 32 if tokens <= 64 else 16
     part = torch.empty(split, tokens, experts, dtype=torch.float32, device=hidden.device)
-    whole = torch.empty(experts * (tokens + 1), dtype=torch.int32, device=hidden.device)
-    count, lists = whole[:experts], whole[experts:]
-    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=hidden.device)
-    choice = torch.empty(tokens, chosen, dtype=torch.int32, device=hidden.device)
+    lists = _new_lists(part)
     scores_kernel[(triton.cdiv(tokens, 16), split)](
-        hidden, weight, part, count, tokens,
+        hidden, weight, part, lists[0], tokens,
         SIZE=size, EXPERTS=experts, PAD=pad, ROWS=16, STEP=64, SPLIT=split, num_warps=4, **overlap(hidden),
     )  # fmt: skip
+    return choose(part, spec, lists)
+
+
+def _new_lists(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the lists of scores ``[split, T, experts]``."""
+    _, tokens, experts = part.shape
+    whole = torch.empty(experts * (tokens + 1), dtype=torch.int32, device=part.device)
+    return whole[:experts], whole[experts:]
+
+
+def choose(part: Tensor, spec: RouterSpec, lists: tuple[Tensor, Tensor] | None = None) -> Routing:
+    """The experts of each token by scores in parts, ``float32[split, T, experts]``; ``lists`` whose counts are 0, unless
+    there is but one token."""
+    split, tokens, experts = part.shape
+    chosen = spec.experts_per_token
+    if lists is None:
+        lists = _new_lists(part)
+        if tokens > 1:
+            lists[0].zero_()
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=part.device)
+    choice = torch.empty(tokens, chosen, dtype=torch.int32, device=part.device)
     choose_kernel[(tokens,)](
-        part, weights, choice, count, lists, tokens, spec.scaling,
-        EXPERTS=experts, PAD=pad, CHOSEN=chosen, SPLIT=split, NORMALIZE=spec.normalize, num_warps=1,
-        **overlap(hidden),
+        part, weights, choice, *lists, tokens, spec.scaling, EXPERTS=experts,
+        PAD=max(triton.next_power_of_2(experts), 16), CHOSEN=chosen, SPLIT=split, NORMALIZE=spec.normalize,
+        SINGLE=tokens == 1, num_warps=1, **overlap(part),
     )  # fmt: skip
-    return Routing(weights, choice, (count, lists))
+    return Routing(weights, choice, lists)
 
 
 def lists_of(routing: Routing, experts: int) -> tuple[Tensor, Tensor]:
@@ -249,6 +285,9 @@ TILES = {
 }
 """By rows of a tile, for gate and up and for down. Measured on an H200 but for the last: see docs/kernels.md."""
 
+SINGLE_TILES = (Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+"""As ``TILES``, for one token: its experts alone have to keep all processors busy."""
+
 
 def tile_rows(pairs: int, experts: int) -> int:
     """Rows of a tile for an expert's mean share of the pairs, with room for the larger ones."""
@@ -256,26 +295,54 @@ def tile_rows(pairs: int, experts: int) -> int:
     return 16 if mean <= 8 else 32 if mean <= 16 else 64 if mean <= 64 else 128
 
 
+MANY = 128
+"""Pairs an expert from which its rows are put into tiles of their own. Measured on an H200: see docs/kernels.md."""
+
+
+def _is_for_many(hidden: Tensor, pairs: int, down: Tensor) -> bool:
+    """Bulk copies need rows of whole 16 bytes."""
+    able = device_of(hidden).overlaps_launches and hidden.itemsize == 2
+    return able and pairs >= MANY * len(down) and hidden.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
+
+
+def _many(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
+    """The shared experts are one MLP, so they are one part."""
+    tokens, size = hidden.shape
+    chosen, number = routing.experts.shape[1], len(experts.down)
+    out = hidden.new_empty(tokens, chosen + (experts.shared_down is not None), size)
+    weights = routing.weights.contiguous()
+    triton_moe_large.routed(
+        hidden, experts.gate_up, experts.down, weights, lists_of(routing, number), out
+    )  # fmt: skip
+    if experts.shared_gate_up is not None and experts.shared_down is not None:
+        active = triton_fused.silu_mul(F.linear(hidden, experts.shared_gate_up))
+        torch.mm(active, experts.shared_down.T, out=out[:, chosen])
+    return out
+
+
 def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
     """See ``operations.Moe``: ``[T, parts, size]``."""
     hidden = hidden.contiguous()
+    if _is_for_many(hidden, routing.experts.numel(), experts.down):
+        return _many(hidden, routing, experts)
     tokens, size = hidden.shape
     number, width = experts.down.shape[0], experts.down.shape[2]
     chosen = routing.experts.shape[1]
     extra = 0 if experts.shared_down is None else experts.shared_down.shape[1] // width
     shared_gate_up = experts.gate_up if experts.shared_gate_up is None else experts.shared_gate_up
     shared_down = experts.down if experts.shared_down is None else experts.shared_down
-    count, lists = lists_of(routing, number)
+    single = tokens == 1
+    count, lists = (routing.experts, routing.experts) if single else lists_of(routing, number)
     rows = tile_rows(tokens * chosen, number)
     tiles = triton.cdiv(tokens, rows)
     active = hidden.new_empty(tokens, chosen + extra, width)
     out = hidden.new_empty(tokens, chosen + extra, size)
     shape = {
         "SIZE": size, "WIDTH": width, "EXPERTS": number, "CHOSEN": chosen, "EXTRA": extra, "ROWS": rows,
-        "CAST": hidden.device.type == "cpu", **overlap(hidden),
+        "CAST": hidden.device.type == "cpu", "SINGLE": single, **overlap(hidden),
     }  # fmt: skip
-    grid = (number + extra) * tiles
-    first, second = TILES[rows]
+    grid = chosen + extra if single else (number + extra) * tiles
+    first, second = SINGLE_TILES if single else TILES[rows]
     gate_up_kernel[(triton.cdiv(width, first.columns), grid)](
         hidden, experts.gate_up, shared_gate_up, lists, count, active, tokens, tiles,
         COLUMNS=first.columns, STEP=first.step, num_warps=first.warps, num_stages=first.stages, **shape,

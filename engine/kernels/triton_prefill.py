@@ -7,6 +7,9 @@ is read from the cache rows. The kernel is the usual one of online softmax: a pr
 and walks the keys that its last query sees; only the tiles on the diagonal are masked.
 """
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +18,8 @@ from torch import Tensor
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels import torch_prefill
 from twinpool.engine.kernels.operations import AttentionResult
-from twinpool.engine.kernels.triton_launch import LOG2_E
+from twinpool.engine.kernels.triton_launch import LOG2_E, device_of
+from twinpool.engine.kv.formats import Fp8LatentRows
 
 EXPANDED_BYTES = 1 << 30
 """Expanded keys and values held at once; heads are processed in runs that fit."""
@@ -50,14 +54,14 @@ def _tile(
     )  # fmt: skip
     scores = tl.zeros([q_plain.shape[0], TOKENS], tl.float32)
     scores = _times(q_plain, keys, scores, CAST)
-    scores = _times(q_rotary, turned, scores, CAST) * scale
+    scores = _times(q_rotary, turned, scores, CAST)
     if MASK:
         scores = tl.where(token[None, :] <= last[:, None], scores, float("-inf"))
-    highest = tl.maximum(peak, tl.max(scores, 1))
+    highest = tl.maximum(peak, tl.max(scores, 1) * scale)
     # A row that has seen nothing yet: -inf - -inf would be NaN.
     anchor = tl.where(highest == float("-inf"), 0.0, highest)
     old = tl.exp2(peak - anchor)
-    weights = tl.exp2(scores - anchor[:, None])
+    weights = tl.exp2(scores * scale - anchor[:, None])
     total = total * old + tl.sum(weights, 1)
     held = tl.load(
         VALUES + token[:, None].to(tl.int64) * value_stride + value[None, :], mask=there[:, None] & (value < DIM)[None, :],
@@ -110,28 +114,115 @@ def prefill_kernel(
         tl.store(LSE + row.to(tl.int64) * lse_stride + head, sums, mask=real)
 
 
-def attend(
-    query: Tensor, keys: Tensor, rows: Tensor, values: Tensor, output: Tensor, lse: Tensor | None, *, scale: float
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys of a step of the inner loop, the warps of a program and the depth of its pipeline."""
+
+    queries: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    "cpu": Tile(16, 16, 4, 1),
+    "large": Tile(128, 128, 8, 2),
+    "narrow": Tile(64, 64, 4, 2),
+    "wide": Tile(64, 32, 4, 2),
+}
+"""For the interpreter, for types of 2 bytes (``large`` where a program may have 213 KB of shared memory), for larger ones."""
+_LARGE_SHARED = 220 << 10
+
+
+def _tile_of(query: Tensor) -> Tile:
+    if query.device.type == "cpu":
+        return TILES["cpu"]
+    if query.itemsize > 2:
+        return TILES["wide"]
+    return TILES["large" if device_of(query).shared >= _LARGE_SHARED else "narrow"]
+
+
+class Attend(Protocol):
     """Fills ``output [q, heads, v]`` and ``lse [q, heads]`` for ``query [q, heads, nope + rope]``, ``keys [context, heads,
     nope]``, ``values [context, heads, v]`` and the cache rows ``[context, latent + rope]``; ``q <= context``."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        rows: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor | None,
+        *,
+        scale: float,
+    ) -> None: ...
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    output: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    tile: Tile | None = None,
+) -> None:
+    """See ``Attend``."""
     count, heads, size = query.shape
     nope, dim = keys.shape[2], values.shape[2]
     rope = size - nope
-    narrow = query.itemsize == 2
-    queries, tokens = (128, 64) if narrow else (64, 32)
-    if query.device.type == "cpu":
-        queries, tokens = 16, 16
-    grid = (triton.cdiv(count, queries), heads)
+    interpreted = query.device.type == "cpu"
+    built = tile or _tile_of(query)
+    grid = (triton.cdiv(count, built.queries), heads)
     prefill_kernel[grid](
         query, keys, rows, values, output, output if lse is None else lse, count, len(keys), scale * LOG2_E,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), rows.stride(0), values.stride(0),
         values.stride(1), output.stride(0), output.stride(1), 0 if lse is None else lse.stride(0),
         LATENT=rows.shape[1] - rope, NOPE=nope, ROPE=rope, DIM=dim,
         NOPE_PAD=max(triton.next_power_of_2(nope), 16), ROPE_PAD=max(triton.next_power_of_2(rope), 16),
-        DIM_PAD=max(triton.next_power_of_2(dim), 16), QUERIES=queries, TOKENS=tokens, WITH_LSE=lse is not None,
-        CAST=query.device.type == "cpu", num_warps=8 if narrow else 4, num_stages=2,
+        DIM_PAD=max(triton.next_power_of_2(dim), 16), QUERIES=built.queries, TOKENS=built.tokens,
+        WITH_LSE=lse is not None, CAST=interpreted, num_warps=built.warps, num_stages=built.stages,
     )  # fmt: skip
+
+
+def expand(
+    query: Tensor,
+    pages: Tensor,
+    batch: AttentionBatch,
+    launch: Attend,
+    *,
+    expand_keys: Tensor,
+    expand_values: Tensor,
+    scale: float,
+    with_lse: bool,
+    packed: Fp8LatentRows | None = None,
+) -> AttentionResult:
+    """``operations.MlaExpandedAttention`` by way of ``launch``, a sequence and a run of heads at a time. Does not wait for
+    the device."""
+    if query.stride(-1) != 1 or not scale > 0:
+        raise ValueError(f"query of strides {query.stride()}, scale {scale}")
+    total, heads, _ = query.shape
+    nope, dim, latent = expand_keys.shape[1], expand_values.shape[1], expand_keys.shape[2]
+    output = query.new_zeros(total, heads, dim)
+    lse = query.new_full((total, heads), float("-inf"), dtype=torch.float32) if with_lse else None
+    for prefix in torch_prefill.prefixes(batch):
+        if prefix.start == prefix.end:
+            continue
+        rows = prefix.gather(pages, query.dtype, packed)
+        compressed = rows[:, :latent]
+        span = slice(prefix.start, prefix.end)
+        run = min(max(EXPANDED_BYTES // (prefix.context * (nope + dim) * query.itemsize), 1), heads)
+        for first in range(0, heads, run):
+            part = slice(first, min(first + run, heads))
+            count = part.stop - part.start
+            keys = (compressed @ expand_keys[part].reshape(-1, latent).T).view(-1, count, nope)
+            values = (compressed @ expand_values[part].reshape(-1, latent).T).view(-1, count, dim)
+            sums = None if lse is None else lse[span, part]
+            launch(query[span, part], keys, rows, values, output[span, part], sums, scale=scale)
+    return AttentionResult(output, lse)
 
 
 def mla_expanded_attention(
@@ -144,27 +235,8 @@ def mla_expanded_attention(
     scale: float,
     with_lse: bool = False,
 ) -> AttentionResult:
-    """See ``operations.MlaExpandedAttention``. Does not wait for the device."""
-    if query.stride(-1) != 1 or not scale > 0:
-        raise ValueError(f"query of strides {query.stride()}, scale {scale}")
-    total, heads, _ = query.shape
-    nope, dim, latent = expand_keys.shape[1], expand_values.shape[1], expand_keys.shape[2]
-    output = query.new_zeros(total, heads, dim)
-    lse = query.new_full((total, heads), float("-inf"), dtype=torch.float32) if with_lse else None
-    for prefix in torch_prefill.prefixes(batch):
-        if prefix.start == prefix.end:
-            continue
-        rows = prefix.gather(pages, query.dtype, None)
-        compressed = rows[:, :latent]
-        span = slice(prefix.start, prefix.end)
-        run = min(max(EXPANDED_BYTES // (prefix.context * (nope + dim) * query.itemsize), 1), heads)
-        for first in range(0, heads, run):
-            part = slice(first, min(first + run, heads))
-            count = part.stop - part.start
-            keys = (compressed @ expand_keys[part].reshape(-1, latent).T).view(-1, count, nope)
-            values = (compressed @ expand_values[part].reshape(-1, latent).T).view(-1, count, dim)
-            attend(
-                query[span, part], keys, rows, values, output[span, part], None if lse is None else lse[span, part],
-                scale=scale,
-            )  # fmt: skip
-    return AttentionResult(output, lse)
+    """See ``operations.MlaExpandedAttention``."""
+    return expand(
+        query, pages, batch, attend,
+        expand_keys=expand_keys, expand_values=expand_values, scale=scale, with_lse=with_lse,
+    )  # fmt: skip

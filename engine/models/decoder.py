@@ -20,6 +20,9 @@ from twinpool.engine.models.paths import PrefillPath
 from twinpool.engine.models.rotary import RotaryEmbedding, RotaryTables
 from twinpool.engine.models.weights import WeightSlot, parameter
 
+SMALL = 1
+"""Decodes of a step up to which a layer takes the kernels for very few tokens. Measured on an H200: see docs/kernels.md."""
+
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each over a norm and added to the residual stream."""
@@ -65,14 +68,37 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``hidden [T, hidden]`` and what is still to be added to it -> the same, or only ``rows`` of it (the KV of all
         tokens is written)."""
-        norm = self.input_norm
-        hidden, normed = self.kernels.add_norm(hidden, delta, norm.weight, norm.eps)
-        attended = self.attention(normed, rotary, pages, batch)
+        small = batch.num_tokens == batch.num_decodes <= SMALL
+        hidden, attended = self._attend(hidden, delta, rotary, pages, batch, small)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        norm = self.mlp_norm
+        norm, mlp, route = self.mlp_norm, self.mlp, self.kernels.route_small
+        if small and route is not None and isinstance(mlp, MoeMlp) and mlp.router.plain:
+            router = mlp.router
+            hidden, normed, routing = route(
+                hidden, attended, norm.weight, norm.eps, router.weight, router.spec
+            )
+            return hidden, mlp.mix(normed, routing)
         hidden, normed = self.kernels.add_norm(hidden, attended, norm.weight, norm.eps)
-        return hidden, self.mlp(normed)
+        return hidden, mlp(normed)
+
+    def _attend(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        rotary: RotaryTables,
+        pages: Tensor,
+        batch: AttentionBatch,
+        small: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what attention adds to it."""
+        norm, attention, whole = self.input_norm, self.attention, self.kernels.mla_small
+        if small and whole is not None and isinstance(attention, MlaAttention):
+            layer = attention.whole(norm)
+            if layer is not None:
+                return whole(hidden, delta, layer, rotary.cos, rotary.sin, pages, batch)
+        hidden, normed = self.kernels.add_norm(hidden, delta, norm.weight, norm.eps)
+        return hidden, attention(normed, rotary, pages, batch)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.attention.slots(f"{prefix}self_attn.")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import MlaConfig, ModelConfig
 from twinpool.engine.kernels import Kernels
-from twinpool.engine.kernels.operations import MlaStep
+from twinpool.engine.kernels.operations import MlaLayer, MlaStep
 from twinpool.engine.models.layers import FusedLinear, RMSNorm
 from twinpool.engine.models.paths import PrefillPath, expand_is_cheaper
 from twinpool.engine.models.rotary import RotaryTables, deinterleave, softmax_scale
@@ -73,11 +73,13 @@ class MlaAttention(nn.Module):
         norm = self.kv_norm
         step = MlaStep(query, kv, norm.weight, norm.eps, rotary.cos, rotary.sin)
         rotated = self.kernels.mla_rows(step, pages, batch)
-        result: Tensor = self.output(self._attend(query[..., : mla.qk_nope_head_dim], rotated, pages, batch))
+        result: Tensor = self.output(self._attend(query, rotated, pages, batch))
         return result
 
-    def _attend(self, plain: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
-        """``plain [T, heads, nope]`` queries and ``rotated [T, heads, latent + rope]`` -> ``[T, heads * v]``."""
+    def _attend(self, query: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
+        """``query [T, heads, nope + rope]`` as projected, whose rotary part may be overwritten, and ``rotated [T, heads,
+        latent + rope]`` -> ``[T, heads * v]``."""
+        plain = query[..., : self.config.qk_nope_head_dim]
         decodes, sequences = batch.num_decodes, batch.num_sequences
         if decodes == sequences:
             return self._absorbed(plain, rotated, pages, batch)
@@ -87,7 +89,7 @@ class MlaAttention(nn.Module):
         )
         if not expand:
             return self._absorbed(plain, rotated, pages, batch)
-        fresh = self._expanded(plain[decodes:], rotated[decodes:], pages, prefills)
+        fresh = self._expanded(query[decodes:], rotated[decodes:], pages, prefills)
         if not decodes:
             return fresh
         running = self._absorbed(plain[:decodes], rotated[:decodes], pages, batch.select(0, decodes))
@@ -103,17 +105,28 @@ class MlaAttention(nn.Module):
         )
         return values.view(len(plain), -1)
 
-    def _expanded(self, plain: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
+    def _expanded(self, query: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        query[..., nope:] = rotated[..., latent:]
         found = self.kernels.mla_expanded_attention(
-            torch.cat((plain, rotated[..., latent:]), dim=-1),
+            query,
             pages,
             batch,
             expand_keys=self.kv_up[:, :nope],
             expand_values=self.kv_up[:, nope:],
             scale=self.scale,
         )
-        return found.output.reshape(len(plain), -1)
+        return found.output.reshape(len(query), -1)
+
+    def whole(self, norm: RMSNorm) -> MlaLayer | None:
+        """The layer with the norm before it, for kernels that take both; None if it has biases or compressed queries."""
+        if self.query_up is not None or self.down.bias is not None or self.output.bias is not None:
+            return None
+        mla = self.config
+        return MlaLayer(
+            norm.weight, norm.eps, self.down.weight, self.kv_norm.weight, self.kv_norm.eps, self.kv_up,
+            self.output.weight, mla.qk_nope_head_dim, mla.qk_rope_head_dim, self.scale,
+        )  # fmt: skip
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.down.slots(prefix)

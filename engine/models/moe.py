@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from twinpool.engine.config import MoeConfig
 from twinpool.engine.kernels import Kernels
-from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec
+from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec, Routing
 from twinpool.engine.models.layers import GatedMlp
 from twinpool.engine.models.weights import WeightSlot, parameter
 
@@ -29,6 +29,11 @@ class Router(nn.Module):
         self.weight = parameter(config.num_experts, hidden, dtype=torch.float32, device=device)
         corrected = config.routing == "noaux_tc"
         self.bias = parameter(config.num_experts, dtype=torch.float32, device=device) if corrected else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are a softmax over all experts."""
+        return self.bias is None and self.spec.groups == 1
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield WeightSlot(f"{prefix}weight", self.weight)
@@ -80,7 +85,12 @@ class MoeMlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``, or ``[T, parts, hidden]`` to be summed."""
-        routing = self.kernels.route(hidden, self.router.weight, self.router.bias, self.router.spec)
+        return self.mix(
+            hidden, self.kernels.route(hidden, self.router.weight, self.router.bias, self.router.spec)
+        )
+
+    def mix(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """What the experts that ``routing`` names make of ``hidden``; as ``forward``."""
         shared = self.shared
         if shared is None or shared.biased:
             routed = self.kernels.moe(hidden, routing, ExpertWeights(self.experts.gate_up, self.experts.down))

@@ -27,7 +27,8 @@ def test_each_device_gets_its_best() -> None:
     assert chosen("--device", "sm_100")[attention] == "triton"
     assert chosen("--device", "sm_90", "--dtype", "float32")[attention] == "triton"
     assert chosen("--device", "sm_75")[attention] == "torch"
-    assert chosen("--device", "sm_90", "--layout", "fp8_latent")[attention] == "torch_fp8"
+    assert chosen("--device", "sm_90", "--layout", "fp8_latent")[attention] == "triton_fp8"
+    assert chosen("--device", "sm_80", "--layout", "fp8_latent")[attention] == "torch_fp8"
 
 
 def test_an_explanation_names_every_candidate() -> None:

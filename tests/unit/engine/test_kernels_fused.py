@@ -159,7 +159,12 @@ def test_a_model_of_fused_kernels_gives_the_same_logits(tmp_path: Path, family: 
         run = PagedRun(model)
         for sequence, prompt in enumerate(([5, 9, 11, 3], [7] * 18)):
             run.add(sequence, [*prompt, 4, 8])
-        rows = [run.step([(0, 4)]), run.step([(0, 1), (1, 18)]), run.step([(0, 1), (1, 1)])]
+        rows = [
+            run.step([(0, 4)]),
+            run.step([(0, 1), (1, 18)]),
+            run.step([(0, 1), (1, 1)]),
+            run.step([(1, 1)]),
+        ]
         found.append((torch.cat(rows), run.written(1)))
     for one, other in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
