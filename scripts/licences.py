@@ -76,7 +76,9 @@ def licence_of(found: metadata.Distribution) -> str:
     about = found.metadata
     name = canonicalize_name(about["Name"])
     plain = (about.get("License") or "").strip()
-    marks = [mark.split(" :: ")[-1] for mark in about.get_all("Classifier") or () if mark.startswith("License ::")]
+    marks = [
+        mark.split(" :: ")[-1] for mark in about.get_all("Classifier") or () if mark.startswith("License ::")
+    ]
     short = plain if "\n" not in plain and len(plain) < 60 else ""
     return about.get("License-Expression") or short or " OR ".join(marks) or READ.get(name, "")
 

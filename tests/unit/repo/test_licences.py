@@ -10,7 +10,9 @@ def test_every_dependency_has_an_allowed_licence() -> None:
     packages = list(needed("twinpool", EXTRAS))
     names = [package.name for package in packages]
     assert len(names) == len(set(names))
-    assert {"grpcio", "torch", "nixl-cu12", "ray", "mpmath"} <= set(names), "own, of an extra, and needed by one"
+    assert {"grpcio", "torch", "nixl-cu12", "ray", "mpmath"} <= set(names), (
+        "own, of an extra, and needed by one"
+    )
     assert [package for package in packages if not package.allowed] == []
 
 
