@@ -89,7 +89,8 @@ void Call::pump() {
       return;
     }
   }
-  if (!outgoing_.empty()) {
+  carrying_ = !outgoing_.empty();
+  if (carrying_) {
     grpc_op& op = ops[count++];
     op.op = GRPC_OP_SEND_MESSAGE;
     op.data.send_message.send_message = outgoing_.front();
@@ -111,7 +112,7 @@ void Call::pump() {
 void Call::on_write(bool ok) {
   const std::lock_guard lock(mutex_);
   writing_ = false;
-  size_t done = outgoing_.empty() ? 0 : 1;
+  size_t done = carrying_ ? 1 : 0;
   if (!ok) {
     // The connection is gone or the call was cancelled: what waits will never be sent, and the end says so.
     done = outgoing_.size();

@@ -86,6 +86,7 @@ class Call : public std::enable_shared_from_this<Call> {
   bool reading_ = false;
 
   bool writing_ = false;
+  bool carrying_ = false;  // what is being written has the first message
   bool greeted_ = false;  // the initial metadata is on its way
   bool heard_ = false;    // the other side's is asked for
 };

@@ -35,7 +35,7 @@ py::tuple py_headers(const std::vector<Header>& headers) {
   return out;
 }
 
-/// Copies the message once, into the object that Python gets.
+/// Copies the message once, into the object that Python gets: bytes, or the number of a compression and what it has made.
 py::object py_message(grpc_byte_buffer* message) {
   if (message == nullptr) {
     return py::none();
@@ -56,7 +56,9 @@ py::object py_message(grpc_byte_buffer* message) {
     to += GRPC_SLICE_LENGTH(*slice);
   }
   grpc_byte_buffer_reader_destroy(&reader);
-  return py::reinterpret_steal<py::object>(out);
+  auto bytes = py::reinterpret_steal<py::object>(out);
+  const auto compression = static_cast<int>(message->data.raw.compression);
+  return compression == GRPC_COMPRESS_NONE ? bytes : py::object(py::make_tuple(compression, std::move(bytes)));
 }
 
 py::tuple py_event(const Event& event, py::object message) {

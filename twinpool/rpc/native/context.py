@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import grpc
 import grpc.aio
 
+from twinpool.rpc.native.inflate import Raw
 from twinpool.rpc.native.transport import Outlet, Transport
 
 if TYPE_CHECKING:
@@ -29,11 +30,18 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
     what was written before has not left."""
 
     def __init__(
-        self, transport: Transport, call: Call, metadata: Headers, deadline: float, parse: Parse, serialize: Serialize
+        self,
+        transport: Transport,
+        call: Call,
+        metadata: Headers,
+        deadline: float,
+        parse: Callable[[Raw], Any],
+        serialize: Serialize,
     ) -> None:
         self.outlet = Outlet(transport, call)
         self.task: asyncio.Task[None] | None = None
         self._call = call
+        self._loop = transport.loop
         self._metadata = metadata
         self._deadline = deadline
         self._parse = parse
@@ -42,14 +50,14 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         self._details = ""
         self._trailing: tuple[tuple[str, str | bytes], ...] = ()
         self._callbacks: list[Callable[[Any], None]] = []
-        self._incoming: deque[bytes | None] = deque()
+        self._incoming: deque[Raw | None] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._read_all = False
         self._ended = self._cancelled = self._done = False
 
     # --- what the transport says ----------------------------------------------------------
 
-    def on_message(self, raw: bytes | None) -> None:
+    def on_message(self, raw: Raw | None) -> None:
         """See Party."""
         self._incoming.append(raw)
         if self._reader is not None and not self._reader.done():
@@ -73,7 +81,7 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         while not self._incoming:
             if self._read_all:
                 return grpc.aio.EOF
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             finally:

@@ -17,6 +17,7 @@ from google.protobuf import descriptor_pool
 from twinpool import _transport
 from twinpool.logs import get_logger
 from twinpool.rpc.native.context import Context
+from twinpool.rpc.native.inflate import DECOMPRESS_OPTION, BrokenError, Raw, TooLargeError, inflated
 from twinpool.rpc.native.transport import Transport
 
 if TYPE_CHECKING:
@@ -38,16 +39,23 @@ class _Details:
 class _Method:
     """How the calls of one method are served."""
 
-    def __init__(self, handler: Any) -> None:
+    def __init__(self, handler: Any, max_message_bytes: int) -> None:
         self.many = bool(handler.request_streaming)
-        self.parse = handler.request_deserializer or _as_it_is
+        self._deserialize = handler.request_deserializer or _as_it_is
+        self._max_message_bytes = max_message_bytes
         self.serialize = handler.response_serializer or _as_it_is
         self._streams = bool(handler.response_streaming)
         taken, given = "stream" if self.many else "unary", "stream" if self._streams else "unary"
         self._inner = getattr(handler, f"{taken}_{given}")
         self._generates = isasyncgenfunction(self._inner)
 
-    async def serve(self, context: Context, raw: bytes | None) -> None:
+    def parse(self, raw: Raw) -> Any:
+        """A request. Raises TooLargeError, BrokenError."""
+        if not isinstance(raw, bytes):
+            raw = inflated(raw, self._max_message_bytes)
+        return self._deserialize(raw)
+
+    async def serve(self, context: Context, raw: Raw | None) -> None:
         """One call, from its request to the end of its handler."""
         if self.many:
             request: Any = _requests(context)
@@ -66,7 +74,7 @@ class _Method:
 
 
 class NativeServer(grpc.aio.Server):
-    """See grpc.aio.Server. Made, started and stopped on one event loop."""
+    """See grpc.aio.Server. Bound, started and stopped on one event loop."""
 
     def __init__(
         self,
@@ -75,9 +83,12 @@ class NativeServer(grpc.aio.Server):
         fetch: Callable[[], Certificates | None] | None = None,
     ) -> None:
         """``fetch``: TLS with these certificates, which is asked at each handshake."""
-        self._transport = Transport.use()
-        self._server = _transport.Server(self._transport.engine, options, fetch)
-        self._transport.servers[self._server.id] = self
+        self._options = (*options, DECOMPRESS_OPTION)
+        self._max_message_bytes = int(dict(options)["grpc.max_receive_message_length"])
+        self._fetch = fetch
+        self._loop: asyncio.AbstractEventLoop
+        self._transport: Transport
+        self._server: _transport.Server | None = None
         self._interceptors = interceptors
         self._generic: list[Any] = []
         self._methods: dict[str, _Method] = {}
@@ -93,19 +104,19 @@ class NativeServer(grpc.aio.Server):
 
     def add_insecure_port(self, address: str) -> int:
         """The port; 0 if it cannot be had. With TLS where the server was made with certificates."""
-        return self._server.bind(address)
+        return self._bound().bind(address)
 
     def add_secure_port(self, address: str, server_credentials: Any) -> int:
         """See ``add_insecure_port``."""
-        return self._server.bind(address)
+        return self._bound().bind(address)
 
     async def start(self) -> None:
         """Takes calls from now on."""
         for path in _paths(self._generic):
             handler = await self._handler(path)
             if handler is not None:
-                self._methods[path] = _Method(handler)
-        self._server.start([path for path, method in self._methods.items() if method.many])
+                self._methods[path] = _Method(handler, self._max_message_bytes)
+        self._bound().start([path for path, method in self._methods.items() if method.many])
 
     async def stop(self, grace: float | None) -> None:
         """New calls are refused; running ones have ``grace`` seconds to end. Returns when all have."""
@@ -121,7 +132,18 @@ class NativeServer(grpc.aio.Server):
             return False
         return True
 
+    def _bound(self) -> _transport.Server:
+        """What is there once a port is: a server that is never bound holds nothing."""
+        if self._server is None:
+            self._loop = asyncio.get_running_loop()
+            self._transport = Transport.use()
+            self._server = _transport.Server(self._transport.engine, self._options, self._fetch)
+            self._transport.servers[self._server.id] = self
+        return self._server
+
     async def _stop(self, grace: float) -> None:
+        if self._server is None:
+            return
         self._transport.flush()
         self._server.stop()
         try:
@@ -150,7 +172,7 @@ class NativeServer(grpc.aio.Server):
         self._stopped.set()
 
     def on_opened(
-        self, number: int, call: Call, path: str, metadata: Headers, deadline: float, raw: bytes | None
+        self, number: int, call: Call, path: str, metadata: Headers, deadline: float, raw: Raw | None
     ) -> None:
         """See Accepting."""
         method = self._methods.get(path)
@@ -159,7 +181,7 @@ class NativeServer(grpc.aio.Server):
             return
         context = Context(self._transport, call, metadata, deadline, method.parse, method.serialize)
         self._transport.parties[number] = context
-        task = asyncio.get_running_loop().create_task(_run(method, path, context, raw))
+        task = self._loop.create_task(_run(method, path, context, raw))
         context.task = task
         task.add_done_callback(partial(self._over, number, context))
 
@@ -171,7 +193,7 @@ class NativeServer(grpc.aio.Server):
         context.over()
 
 
-async def _run(method: _Method, path: str, context: Context, raw: bytes | None) -> None:
+async def _run(method: _Method, path: str, context: Context, raw: Raw | None) -> None:
     try:
         await method.serve(context, raw)
         context.finish()
@@ -179,6 +201,10 @@ async def _run(method: _Method, path: str, context: Context, raw: bytes | None) 
         pass
     except asyncio.CancelledError:
         context.end(grpc.StatusCode.CANCELLED, "")
+    except TooLargeError as error:
+        context.end(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+    except BrokenError as error:
+        context.end(grpc.StatusCode.INTERNAL, str(error))
     except Exception as error:
         # As grpc.aio has it. Servicers raise errors of the table, which end before.
         _log.exception("handler_failed", method=path, type=type(error).__name__)

@@ -13,6 +13,7 @@ import grpc.aio
 
 from twinpool import _transport
 from twinpool.rpc.native.context import Parse, Serialize
+from twinpool.rpc.native.inflate import Raw
 from twinpool.rpc.native.transport import Outlet, Transport
 
 if TYPE_CHECKING:
@@ -32,15 +33,13 @@ class NativeStream:
         self._outlet = Outlet(transport, call)
         self._serialize = serialize
         self._parse = parse
-        self._incoming: deque[bytes] = deque()
+        self._incoming: deque[Raw] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self._status: asyncio.Future[tuple[grpc.StatusCode, str, Headers]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self._status: asyncio.Future[tuple[grpc.StatusCode, str, Headers]] = transport.loop.create_future()
         self._cancelled = False
         transport.parties[call.id] = self
 
-    def on_message(self, raw: bytes | None) -> None:
+    def on_message(self, raw: Raw | None) -> None:
         """See Party. The end has its own event, which says more."""
         if raw is not None:
             self._incoming.append(raw)
@@ -61,12 +60,13 @@ class NativeStream:
             if self._status.done():
                 self._raise_for_status()
                 return grpc.aio.EOF
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._transport.loop.create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        return self._parse(self._incoming.popleft())
+        raw: Any = self._incoming.popleft()
+        return self._parse(raw)
 
     async def write(self, message: Any) -> None:
         """Queues a message; waits where what was written before has not left. Raises AioRpcError if the stream has ended."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from twinpool._transport import Engine, send
+from twinpool.rpc.native.inflate import Raw
 
 if TYPE_CHECKING:
     from twinpool._transport import Call, End
@@ -25,7 +26,7 @@ UNSENT_BYTES: Final = 16 * 1024
 class Party(Protocol):
     """Who is told what happens to a call: one end of it."""
 
-    def on_message(self, raw: bytes | None) -> None:
+    def on_message(self, raw: Raw | None) -> None:
         """A message; None: the other side sends no more."""
 
     def on_closed(self, code: int, details: bytes, trailing: tuple[tuple[str, str | bytes], ...]) -> None:
@@ -45,7 +46,7 @@ class Accepting(Protocol):
         method: str,
         metadata: tuple[tuple[str, str | bytes], ...],
         deadline: float,
-        raw: bytes | None,
+        raw: Raw | None,
     ) -> None:
         """A client has called. ``deadline``: of ``time.monotonic()``, or infinity."""
 
@@ -60,7 +61,7 @@ class Transport:
         self.engine = Engine()
         self.parties: dict[int, Party] = {}
         self.servers: dict[int, Accepting] = {}
-        self._loop = loop
+        self.loop = loop
         self._users = 0
         self._outgoing: list[Outlet] = []
         loop.add_reader(self.engine.wakeup_fd, self._take)
@@ -80,16 +81,16 @@ class Transport:
         self._users -= 1
         if self._users:
             return
-        _of_loop.pop(self._loop, None)
+        _of_loop.pop(self.loop, None)
         self.flush()
-        self._loop.remove_reader(self.engine.wakeup_fd)
+        self.loop.remove_reader(self.engine.wakeup_fd)
         self.engine.close()
         self._take()
 
     def add(self, outlet: Outlet) -> None:
         """``outlet`` has something to send. It leaves with what else is sent before the loop's next turn."""
         if not self._outgoing:
-            self._loop.call_soon(self.flush)
+            self.loop.call_soon(self.flush)
         self._outgoing.append(outlet)
 
     def flush(self) -> None:
@@ -156,7 +157,7 @@ class Outlet:
 
     async def room(self) -> None:
         """Returns when the next message need not wait. One waits at a time."""
-        self._waiting = asyncio.get_running_loop().create_future()
+        self._waiting = self._transport.loop.create_future()
         try:
             await self._waiting
         finally:
