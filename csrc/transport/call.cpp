@@ -36,7 +36,7 @@ Call::Call(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), id_(eng
 
 Call::~Call() {
   engine_->remove(this);
-  for (grpc_byte_buffer* message : outgoing_) {
+  for (const auto& [message, bytes] : outgoing_) {
     grpc_byte_buffer_destroy(message);
   }
   grpc_metadata_array_destroy(&initial_);
@@ -66,8 +66,9 @@ void Call::send(std::vector<grpc_byte_buffer*> messages, std::optional<Status> e
       grpc_byte_buffer_destroy(message);
       continue;
     }
-    waiting_bytes_ += grpc_byte_buffer_length(message);
-    outgoing_.push_back(message);
+    // Noted here: sending takes the bytes out of their buffer.
+    outgoing_.emplace_back(message, grpc_byte_buffer_length(message));
+    waiting_bytes_ += outgoing_.back().second;
   }
   if (end && !end_) {
     end_ = std::move(end);
@@ -93,7 +94,7 @@ void Call::pump() {
   if (carrying_) {
     grpc_op& op = ops[count++];
     op.op = GRPC_OP_SEND_MESSAGE;
-    op.data.send_message.send_message = outgoing_.front();
+    op.data.send_message.send_message = outgoing_.front().first;
     // What has more behind it is left to the system call of that. With the headers it would wait for it for ever.
     op.flags = outgoing_.size() > 1 && !greeting ? GRPC_WRITE_BUFFER_HINT : 0;
   }
@@ -118,8 +119,8 @@ void Call::on_write(bool ok) {
     done = outgoing_.size();
   }
   for (; done > 0; --done) {
-    waiting_bytes_ -= grpc_byte_buffer_length(outgoing_.front());
-    grpc_byte_buffer_destroy(outgoing_.front());
+    waiting_bytes_ -= outgoing_.front().second;
+    grpc_byte_buffer_destroy(outgoing_.front().first);
     outgoing_.pop_front();
   }
   pump();

@@ -76,7 +76,7 @@ class Call : public std::enable_shared_from_this<Call> {
  private:
   Operation read_{this, &Call::on_read};
   Operation write_{this, &Call::on_write};
-  std::deque<grpc_byte_buffer*> outgoing_;
+  std::deque<std::pair<grpc_byte_buffer*, size_t>> outgoing_;
   grpc_byte_buffer* incoming_ = nullptr;
   grpc_metadata_array initial_;
   std::atomic<size_t> waiting_bytes_{0};
