@@ -18,11 +18,13 @@ Engine::Engine() {
   }
   grpc_init();
   queue_ = grpc_completion_queue_create_for_next(nullptr);
-  thread_ = std::thread([this] { loop(); });
+}
+
+void Engine::start() {
+  thread_ = std::thread([self = shared_from_this()] { self->loop(); });
 }
 
 Engine::~Engine() {
-  close();
   for (Event& event : events_) {
     if (event.message != nullptr) {
       grpc_byte_buffer_destroy(event.message);

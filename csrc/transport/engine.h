@@ -52,13 +52,15 @@ class Tag {
 };
 
 /// One a process. `take` is for the thread that serves calls; everything else may be called on any.
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine();
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  /// Starts the thread, which keeps the engine alive until `close`.
+  void start();
   grpc_completion_queue* queue() const { return queue_; }
   /// Readable while events wait; owned by the engine.
   int wakeup_fd() const { return wakeup_; }

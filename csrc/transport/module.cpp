@@ -171,7 +171,11 @@ py::dict identity(const Call& call) {
 PYBIND11_MODULE(_transport, m) {
   m.doc() = "gRPC's C core for the router's data path: bytes in batches, no protobuf.";
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init<>())
+      .def(py::init([] {
+        auto engine = std::make_shared<Engine>();
+        engine->start();
+        return engine;
+      }))
       .def_property_readonly("wakeup_fd", &Engine::wakeup_fd)
       .def("take", &take)
       .def("close", &Engine::close, Unlocked());

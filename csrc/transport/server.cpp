@@ -119,7 +119,27 @@ Server::Server(std::shared_ptr<Engine> engine, const Arguments& arguments, Fetch
   grpc_server_register_completion_queue(server_, engine_->queue(), nullptr);
 }
 
-Server::~Server() { grpc_server_destroy(server_); }
+/// Ends a server that nobody has stopped: gRPC demands that it is stopped before it goes.
+struct Abandoned : Tag {
+  explicit Abandoned(grpc_server* given, FetchCertificates used) : server(given), fetch(std::move(used)) {}
+  void complete(bool) override {
+    grpc_server_destroy(server);
+    delete this;
+  }
+  grpc_server* server;
+  FetchCertificates fetch;
+};
+
+Server::~Server() {
+  if (stopping_) {
+    grpc_server_destroy(server_);
+  } else if (!engine_->closing()) {
+    auto* last = new Abandoned(server_, std::move(fetch_));
+    engine_->begin();
+    grpc_server_shutdown_and_notify(server_, engine_->queue(), static_cast<Tag*>(last));
+    grpc_server_cancel_all_calls(server_);
+  }
+}
 
 int Server::bind(const std::string& address) {
   grpc_server_credentials* credentials = fetch_ ? server_credentials(fetch_) : grpc_insecure_server_credentials_create();

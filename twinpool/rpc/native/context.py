@@ -35,8 +35,6 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         call: Call,
         metadata: Headers,
         deadline: float,
-        parse: Callable[[Raw], Any],
-        serialize: Serialize,
     ) -> None:
         self.outlet = Outlet(transport, call)
         self.task: asyncio.Task[None] | None = None
@@ -44,8 +42,9 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         self._loop = transport.loop
         self._metadata = metadata
         self._deadline = deadline
-        self._parse = parse
-        self._serialize = serialize
+        # What the method's handler has them as.
+        self.parse: Callable[[Any], Any]
+        self.serialize: Serialize
         self._code: grpc.StatusCode | None = None
         self._details = ""
         self._trailing: tuple[tuple[str, str | bytes], ...] = ()
@@ -90,13 +89,13 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         if raw is None:
             self._read_all = True
             return grpc.aio.EOF
-        return self._parse(raw)
+        return self.parse(raw)
 
     async def write(self, message: Any) -> None:
         """See the class."""
         if self._ended or self._cancelled:
             raise grpc.aio.UsageError(_OVER)
-        if not self.outlet.put(self._serialize(message)):
+        if not self.outlet.put(self.serialize(message)):
             await self.outlet.room()
 
     async def send_initial_metadata(self, initial_metadata: Any) -> NoReturn:
@@ -105,9 +104,7 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
 
     # --- the end --------------------------------------------------------------------------
 
-    async def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
-    ) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
         """Ends the call with a status."""
         self._check()
         trailing = tuple((str(key), value) for key, value in trailing_metadata or self._trailing)
@@ -118,7 +115,9 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         """Ends the call with a status."""
         await self.abort(status.code, status.details, status.trailing_metadata)
 
-    def end(self, code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]] = ()) -> None:
+    def end(
+        self, code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]] = ()
+    ) -> None:
         """Ends the call. Only the first end counts."""
         if not self._ended:
             self._ended = True

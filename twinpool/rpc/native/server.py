@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pool
 
 from twinpool import _transport
 from twinpool.logs import get_logger
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from twinpool._transport import Call, Certificates, Headers, Options
 
 _log = get_logger(__name__)
-
-_UNKNOWN: Final = (grpc.StatusCode.UNIMPLEMENTED.value[0], "Method not found!", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,7 @@ class _Method:
 
     async def serve(self, context: Context, raw: Raw | None) -> None:
         """One call, from its request to the end of its handler."""
+        context.parse, context.serialize = self.parse, self.serialize
         if self.many:
             request: Any = _requests(context)
         elif raw is None:
@@ -175,15 +173,24 @@ class NativeServer(grpc.aio.Server):
         self, number: int, call: Call, path: str, metadata: Headers, deadline: float, raw: Raw | None
     ) -> None:
         """See Accepting."""
-        method = self._methods.get(path)
-        if method is None:
-            _transport.send([(call, [], _UNKNOWN)])
-            return
-        context = Context(self._transport, call, metadata, deadline, method.parse, method.serialize)
+        context = Context(self._transport, call, metadata, deadline)
         self._transport.parties[number] = context
-        task = self._loop.create_task(_run(method, path, context, raw))
+        method = self._methods.get(path)
+        found = self._run_unlisted(path, context, raw) if method is None else _run(method, path, context, raw)
+        task = self._loop.create_task(found)
         context.task = task
         task.add_done_callback(partial(self._over, number, context))
+
+    async def _run_unlisted(self, path: str, context: Context, raw: Raw | None) -> None:
+        handler = await self._handler(path)
+        if handler is None:
+            context.end(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            return
+        method = _Method(handler, self._max_message_bytes)
+        if method.many:
+            context.on_message(raw)
+            context.on_message(None)
+        await _run(method, path, context, raw)
 
     def _over(self, number: int, context: Context, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -217,11 +224,10 @@ async def _requests(context: Context) -> AsyncIterator[Any]:
 
 
 def _paths(generic: Iterable[Any]) -> Iterator[str]:
-    pool = descriptor_pool.Default()
+    """Which methods there are must be known before the first call: some of them are opened without a message."""
     for handlers in generic:
-        service = pool.FindServiceByName(handlers.service_name())
-        for method in service.methods:
-            yield f"/{service.full_name}/{method.name}"
+        # Handlers are asked for a method by its name; a service's are a table. Of others the methods are found when they are called.
+        yield from vars(handlers).get("_method_handlers", ())
 
 
 def _as_it_is(raw: Any) -> Any:

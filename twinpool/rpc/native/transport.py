@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from twinpool._transport import Engine, send
@@ -170,4 +170,3 @@ class Outlet:
 
 
 _of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Transport] = WeakKeyDictionary()
-
