@@ -112,7 +112,7 @@ bool ServerCall::add_end(grpc_op& op) {
 }
 
 Server::Server(std::shared_ptr<Engine> engine, const Arguments& arguments, FetchCertificates fetch)
-    : engine_(std::move(engine)), id_(engine_->next_id()), fetch_(std::move(fetch)) {
+    : engine_(std::move(engine)), id_(engine_->next_id()), fetch_(fetch ? std::make_shared<FetchCertificates>(std::move(fetch)) : nullptr) {
   std::vector<grpc_arg> args = grpc_args_of(arguments);
   const grpc_channel_args all{args.size(), args.data()};
   server_ = grpc_server_create(&all, nullptr);
@@ -121,13 +121,13 @@ Server::Server(std::shared_ptr<Engine> engine, const Arguments& arguments, Fetch
 
 /// Ends a server that nobody has stopped: gRPC demands that it is stopped before it goes.
 struct Abandoned : Tag {
-  explicit Abandoned(grpc_server* given, FetchCertificates used) : server(given), fetch(std::move(used)) {}
+  Abandoned(grpc_server* given, std::shared_ptr<FetchCertificates> used) : server(given), fetch(std::move(used)) {}
   void complete(bool) override {
     grpc_server_destroy(server);
     delete this;
   }
   grpc_server* server;
-  FetchCertificates fetch;
+  std::shared_ptr<FetchCertificates> fetch;
 };
 
 Server::~Server() {
@@ -142,7 +142,7 @@ Server::~Server() {
 }
 
 int Server::bind(const std::string& address) {
-  grpc_server_credentials* credentials = fetch_ ? server_credentials(fetch_) : grpc_insecure_server_credentials_create();
+  grpc_server_credentials* credentials = fetch_ ? server_credentials(*fetch_) : grpc_insecure_server_credentials_create();
   const int port = grpc_server_add_http2_port(server_, address.c_str(), credentials);
   grpc_server_credentials_release(credentials);
   return port;

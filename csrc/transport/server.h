@@ -80,7 +80,7 @@ class Server : public std::enable_shared_from_this<Server> {
 
   std::shared_ptr<Engine> engine_;
   const uint64_t id_;
-  FetchCertificates fetch_;
+  std::shared_ptr<FetchCertificates> fetch_;  // the core has its address
   grpc_server* server_;
   Stopped stopped_{this};
   std::unordered_set<std::string> many_;
