@@ -29,7 +29,9 @@ async def _main(args: argparse.Namespace) -> int:
         "max_message_bytes": 64 << 20,
         "token_cache_bytes": args.token_cache_bytes,
     }
-    config = TwinpoolConfig.model_validate({"router": settings, "rpc": {"transport": args.transport}, "log": {"level": "warning"}})
+    config = TwinpoolConfig.model_validate(
+        {"router": settings, "rpc": {"transport": args.transport}, "log": {"level": "warning"}}
+    )
     router = Router(config, f"router-bench-{args.port}")
     endpoint = await router.start()
     records = [control_pb2.WorkerRecord.FromString(base64.b64decode(each)) for each in json.loads(line)]
