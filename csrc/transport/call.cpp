@@ -29,7 +29,9 @@ void Call::Operation::complete(bool ok) {
   (owner->*done)(ok);
 }
 
-Call::Call(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), id_(engine_->next_id()) {
+Call::Call(std::shared_ptr<Engine> engine)
+    : engine_(std::move(engine)),
+      id_(engine_->next_id()) {
   grpc_metadata_array_init(&initial_);
   engine_->add(this);
 }

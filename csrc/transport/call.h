@@ -46,7 +46,9 @@ class Call : public std::enable_shared_from_this<Call> {
 
   /// A tag of this call. `done` runs on the engine's thread.
   struct Operation : Tag {
-    Operation(Call* call, void (Call::*run)(bool)) : owner(call), done(run) {}
+    Operation(Call* call, void (Call::*run)(bool))
+        : owner(call),
+          done(run) {}
     void complete(bool ok) override;
     Call* owner;
     void (Call::*done)(bool);
@@ -87,8 +89,8 @@ class Call : public std::enable_shared_from_this<Call> {
 
   bool writing_ = false;
   bool carrying_ = false;  // what is being written has the first message
-  bool greeted_ = false;  // the initial metadata is on its way
-  bool heard_ = false;    // the other side's is asked for
+  bool greeted_ = false;   // the initial metadata is on its way
+  bool heard_ = false;     // the other side's is asked for
 };
 
 /// Copies a slice.

@@ -54,7 +54,9 @@ Channel::Channel(std::shared_ptr<Engine> engine, const std::string& target, cons
   grpc_channel_credentials_release(credentials);
 }
 
-Channel::~Channel() { grpc_channel_destroy(channel_); }
+Channel::~Channel() {
+  grpc_channel_destroy(channel_);
+}
 
 std::shared_ptr<ClientCall> Channel::stream(const std::string& method) {
   auto call = std::make_shared<ClientCall>(engine_, channel_, method);

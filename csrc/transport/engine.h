@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gRPC's completion queue, the thread that waits on it, and the queue of events towards the one thread that serves calls.
+// gRPC's completion queue, the thread that waits on it, and the queue of events towards the one thread that serves
+// calls.
 #pragma once
 
 #include <grpc/grpc.h>
@@ -76,7 +77,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void add(Call* call);
   void remove(Call* call);
-  /// Cancels what runs and returns when nothing of it is left. Servers have been stopped before. Not on the engine's thread.
+  /// Cancels what runs and returns when nothing of it is left. Servers have been stopped before. Not on the engine's
+  /// thread.
   void close();
 
  private:

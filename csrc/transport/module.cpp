@@ -21,7 +21,9 @@ namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-bool is_binary(const std::string& key) { return key.ends_with("-bin"); }
+bool is_binary(const std::string& key) {
+  return key.ends_with("-bin");
+}
 
 py::tuple py_headers(const std::vector<Header>& headers) {
   py::tuple out(headers.size());
@@ -35,7 +37,8 @@ py::tuple py_headers(const std::vector<Header>& headers) {
   return out;
 }
 
-/// Copies the message once, into the object that Python gets: bytes, or the number of a compression and what it has made.
+/// Copies the message once, into the object that Python gets: bytes, or the number of a compression and what it has
+/// made.
 py::object py_message(grpc_byte_buffer* message) {
   if (message == nullptr) {
     return py::none();
@@ -44,7 +47,8 @@ py::object py_message(grpc_byte_buffer* message) {
   if (grpc_byte_buffer_reader_init(&reader, message) == 0) {
     return py::none();
   }
-  PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(grpc_byte_buffer_length(reader.buffer_out)));
+  PyObject* out =
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(grpc_byte_buffer_length(reader.buffer_out)));
   if (out == nullptr) {
     grpc_byte_buffer_reader_destroy(&reader);
     throw py::error_already_set();
@@ -64,20 +68,20 @@ py::object py_message(grpc_byte_buffer* message) {
 py::tuple py_event(const Event& event, py::object message) {
   const int kind = static_cast<int>(event.kind);
   switch (event.kind) {
-    case Event::Kind::opened: {
-      const auto call = std::static_pointer_cast<ServerCall>(event.call);
-      return py::make_tuple(kind, call->id(), call, call->method(), py_headers(call->metadata()), call->deadline(),
-                            std::move(message), call->server_id());
-    }
-    case Event::Kind::message:
-      return py::make_tuple(kind, event.call->id(), std::move(message));
-    case Event::Kind::closed:
-      return py::make_tuple(kind, event.call->id(), event.status.code, py::bytes(event.status.details),
-                            py_headers(event.status.trailing));
-    case Event::Kind::writable:
-      return py::make_tuple(kind, event.call->id());
-    case Event::Kind::stopped:
-      return py::make_tuple(kind, event.server);
+  case Event::Kind::opened: {
+    const auto call = std::static_pointer_cast<ServerCall>(event.call);
+    return py::make_tuple(kind, call->id(), call, call->method(), py_headers(call->metadata()), call->deadline(),
+                          std::move(message), call->server_id());
+  }
+  case Event::Kind::message:
+    return py::make_tuple(kind, event.call->id(), std::move(message));
+  case Event::Kind::closed:
+    return py::make_tuple(kind, event.call->id(), event.status.code, py::bytes(event.status.details),
+                          py_headers(event.status.trailing));
+  case Event::Kind::writable:
+    return py::make_tuple(kind, event.call->id());
+  case Event::Kind::stopped:
+    return py::make_tuple(kind, event.server);
   }
   throw std::logic_error("an event of no kind");
 }
@@ -187,22 +191,25 @@ PYBIND11_MODULE(_transport, m) {
   py::class_<Call, std::shared_ptr<Call>>(m, "Call")
       .def("writable", &Call::writable, Unlocked(), py::arg("bytes"))
       .def_property_readonly("waiting_bytes", &Call::waiting_bytes)
-      .def("cancel", [](Call& call) { call.cancel(GRPC_STATUS_CANCELLED, "Cancelled"); }, Unlocked())
+      .def(
+          "cancel", [](Call& call) { call.cancel(GRPC_STATUS_CANCELLED, "Cancelled"); }, Unlocked())
       .def("peer", &Call::peer)
       .def("identity", &identity);
   py::class_<ServerCall, Call, std::shared_ptr<ServerCall>>(m, "ServerCall");
-  py::class_<ClientCall, Call, std::shared_ptr<ClientCall>>(m, "ClientCall").def_property_readonly("id", &ClientCall::id);
+  py::class_<ClientCall, Call, std::shared_ptr<ClientCall>>(m, "ClientCall")
+      .def_property_readonly("id", &ClientCall::id);
   py::class_<Server, std::shared_ptr<Server>>(m, "Server")
-      .def(py::init<std::shared_ptr<Engine>, const Arguments&, FetchCertificates>(), py::arg("engine"), py::arg("options"),
-           py::arg("fetch") = nullptr)
+      .def(py::init<std::shared_ptr<Engine>, const Arguments&, FetchCertificates>(), py::arg("engine"),
+           py::arg("options"), py::arg("fetch") = nullptr)
       .def_property_readonly("id", &Server::id)
       .def("bind", &Server::bind, Unlocked(), py::arg("address"))
       .def("start", &Server::start, Unlocked(), py::arg("many"))
       .def("stop", &Server::stop, Unlocked())
       .def("cancel_all", &Server::cancel_all, Unlocked());
   py::class_<Channel>(m, "Channel")
-      .def(py::init<std::shared_ptr<Engine>, const std::string&, const Arguments&, const std::optional<Certificates>&>(),
-           py::arg("engine"), py::arg("target"), py::arg("options"), py::arg("certificates") = std::nullopt)
+      .def(
+          py::init<std::shared_ptr<Engine>, const std::string&, const Arguments&, const std::optional<Certificates>&>(),
+          py::arg("engine"), py::arg("target"), py::arg("options"), py::arg("certificates") = std::nullopt)
       .def("stream", &Channel::stream, Unlocked(), py::arg("method"));
   m.def("send", &send, py::arg("entries"));
 }

@@ -37,8 +37,9 @@ std::vector<grpc_arg> grpc_args_of(const Arguments& arguments) {
 }
 
 grpc_server_credentials* server_credentials(FetchCertificates& fetch) {
-  return grpc_ssl_server_credentials_create_with_options(grpc_ssl_server_credentials_create_options_using_config_fetcher(
-      GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY, fetch_certificates, &fetch));
+  return grpc_ssl_server_credentials_create_with_options(
+      grpc_ssl_server_credentials_create_options_using_config_fetcher(
+          GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY, fetch_certificates, &fetch));
 }
 
 grpc_channel_credentials* channel_credentials(const Certificates& certificates) {

@@ -43,7 +43,9 @@ double ServerCall::deadline() const {
   return static_cast<double>(at.tv_sec) + at.tv_nsec * 1e-9;
 }
 
-uint64_t ServerCall::server_id() const { return server_->id(); }
+uint64_t ServerCall::server_id() const {
+  return server_->id();
+}
 
 void ServerCall::accept() {
   accept_.alive = shared_from_this();
@@ -112,7 +114,9 @@ bool ServerCall::add_end(grpc_op& op) {
 }
 
 Server::Server(std::shared_ptr<Engine> engine, const Arguments& arguments, FetchCertificates fetch)
-    : engine_(std::move(engine)), id_(engine_->next_id()), fetch_(fetch ? std::make_shared<FetchCertificates>(std::move(fetch)) : nullptr) {
+    : engine_(std::move(engine)),
+      id_(engine_->next_id()),
+      fetch_(fetch ? std::make_shared<FetchCertificates>(std::move(fetch)) : nullptr) {
   std::vector<grpc_arg> args = grpc_args_of(arguments);
   const grpc_channel_args all{args.size(), args.data()};
   server_ = grpc_server_create(&all, nullptr);
@@ -121,7 +125,9 @@ Server::Server(std::shared_ptr<Engine> engine, const Arguments& arguments, Fetch
 
 /// Ends a server that nobody has stopped: gRPC demands that it is stopped before it goes.
 struct Abandoned : Tag {
-  Abandoned(grpc_server* given, std::shared_ptr<FetchCertificates> used) : server(given), fetch(std::move(used)) {}
+  Abandoned(grpc_server* given, std::shared_ptr<FetchCertificates> used)
+      : server(given),
+        fetch(std::move(used)) {}
   void complete(bool) override {
     grpc_server_destroy(server);
     delete this;
@@ -142,7 +148,8 @@ Server::~Server() {
 }
 
 int Server::bind(const std::string& address) {
-  grpc_server_credentials* credentials = fetch_ ? server_credentials(*fetch_) : grpc_insecure_server_credentials_create();
+  grpc_server_credentials* credentials =
+      fetch_ ? server_credentials(*fetch_) : grpc_insecure_server_credentials_create();
   const int port = grpc_server_add_http2_port(server_, address.c_str(), credentials);
   grpc_server_credentials_release(credentials);
   return port;
@@ -172,10 +179,13 @@ void Server::stop() {
   grpc_server_shutdown_and_notify(server_, engine_->queue(), static_cast<Tag*>(&stopped_));
 }
 
-void Server::cancel_all() { grpc_server_cancel_all_calls(server_); }
+void Server::cancel_all() {
+  grpc_server_cancel_all_calls(server_);
+}
 
 void Server::Stopped::complete(bool) {
-  owner->engine_->post({.kind = Event::Kind::stopped, .call = nullptr, .message = nullptr, .status = {}, .server = owner->id_});
+  owner->engine_->post(
+      {.kind = Event::Kind::stopped, .call = nullptr, .message = nullptr, .status = {}, .server = owner->id_});
   alive.reset();
 }
 

@@ -70,7 +70,8 @@ class Server : public std::enable_shared_from_this<Server> {
  private:
   friend class ServerCall;
   struct Stopped : Tag {
-    explicit Stopped(Server* server) : owner(server) {}
+    explicit Stopped(Server* server)
+        : owner(server) {}
     void complete(bool ok) override;
     Server* owner;
     std::shared_ptr<Server> alive;

@@ -76,7 +76,7 @@ class Server:
         address = join_address(host, port)
         try:
             if self._tls is None or self._native:
-                bound = self.raw.add_insecure_port(address)
+                bound: int = self.raw.add_insecure_port(address)
             else:
                 bound = self.raw.add_secure_port(address, server_credentials(self._tls))
         except RuntimeError:

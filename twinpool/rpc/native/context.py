@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import grpc
@@ -145,11 +145,11 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
 
     # --- what is known of it --------------------------------------------------------------
 
-    def invocation_metadata(self) -> Headers:
+    def invocation_metadata(self) -> Any:
         """What came with the call."""
         return self._metadata
 
-    def time_remaining(self) -> float | None:
+    def time_remaining(self) -> Any:
         """Seconds to the deadline; None: there is none."""
         return None if self._deadline == float("inf") else max(0.0, self._deadline - time.monotonic())
 
@@ -177,7 +177,7 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         self._check()
         self._trailing = tuple((str(key), value) for key, value in trailing_metadata)
 
-    def trailing_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+    def trailing_metadata(self) -> Any:
         """What goes out with the end."""
         return self._trailing
 
@@ -186,7 +186,7 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         self._check()
         self._code = code
 
-    def code(self) -> grpc.StatusCode | None:
+    def code(self) -> Any:
         """The status that is set."""
         return self._code
 

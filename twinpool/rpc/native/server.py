@@ -20,7 +20,7 @@ from twinpool.rpc.native.inflate import DECOMPRESS_OPTION, BrokenError, Raw, Too
 from twinpool.rpc.native.transport import Transport
 
 if TYPE_CHECKING:
-    from twinpool._transport import Call, Certificates, Headers, Options
+    from twinpool._transport import Certificates, Headers, Options, ServerCall
 
 _log = get_logger(__name__)
 
@@ -170,7 +170,7 @@ class NativeServer(grpc.aio.Server):
         self._stopped.set()
 
     def on_opened(
-        self, number: int, call: Call, path: str, metadata: Headers, deadline: float, raw: Raw | None
+        self, number: int, call: ServerCall, path: str, metadata: Headers, deadline: float, raw: Raw | None
     ) -> None:
         """See Accepting."""
         context = Context(self._transport, call, metadata, deadline)

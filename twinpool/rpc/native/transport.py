@@ -11,7 +11,7 @@ from twinpool._transport import Engine, send
 from twinpool.rpc.native.inflate import Raw
 
 if TYPE_CHECKING:
-    from twinpool._transport import Call, End
+    from twinpool._transport import Call, End, ServerCall
 
 OPENED: Final = 0
 MESSAGE: Final = 1
@@ -42,8 +42,8 @@ class Accepting(Protocol):
     def on_opened(
         self,
         number: int,
-        call: Call,
-        method: str,
+        call: ServerCall,
+        path: str,
         metadata: tuple[tuple[str, str | bytes], ...],
         deadline: float,
         raw: Raw | None,
