@@ -129,7 +129,7 @@ async def test_a_client_that_does_not_read_stops_the_writes_and_gets_all_in_the_
     async with World("unary_stream", flood) as world:
         options = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(world.target, options) as channel:
-            call = channel.unary_stream(f"/{SERVICE}/Do")(b"")
+            call: Any = channel.unary_stream(f"/{SERVICE}/Do")(b"")
             first = await call.read()
             at_rest = -1
             while written != at_rest:
@@ -200,7 +200,7 @@ async def test_a_stream_to_another_process_talks_both_ways(native: bool) -> None
     ):
 
         def stream() -> Any:
-            return channel.stream_stream(f"/{SERVICE}/Do", lambda raw: raw, lambda raw: raw)()
+            return channel.stream_stream(f"/{SERVICE}/Do", bytes, bytes)()
 
         call = stream()
         for number in range(300):
@@ -230,7 +230,7 @@ async def test_a_stream_to_nobody_says_so() -> None:
     async with World("unary_unary", lambda request, context: None) as world:
         target = world.target
     async with rpc.channel(target, CONFIG, native=True) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Do", lambda raw: raw, lambda raw: raw)()
+        call = channel.stream_stream(f"/{SERVICE}/Do", bytes, bytes)()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
