@@ -6,7 +6,7 @@ The two are the same to handlers, clients and workers. The module ``twinpool._tr
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import grpc.aio
@@ -24,15 +24,18 @@ def wants_native(config: RpcConfig) -> bool:
     """Whether calls go over the C core. Raises ConfigError where that is demanded and was not built."""
     if config.transport == "python":
         return False
-    if find_spec("twinpool._transport") is not None:
-        return True
-    if config.transport == "native":
-        raise ConfigError(
-            "rpc.transport is native; this installation was built without gRPC's C headers (Debian: libgrpc-dev)",
-            key="rpc.transport",
-        )
-    _log.info("transport_not_built", transport="python")
-    return False
+    try:
+        import_module("twinpool._transport")
+    except ImportError as error:
+        # Not built, or built where gRPC's library was, and run where it is not.
+        if config.transport == "native":
+            raise ConfigError(
+                f"rpc.transport is native, which needs gRPC's C library (Debian: libgrpc-dev to build): {error}",
+                key="rpc.transport",
+            ) from None
+        _log.info("transport_not_there", transport="python", error=str(error))
+        return False
+    return True
 
 
 def native_server(options: Options, guard: Any, tls: TlsConfig | None) -> grpc.aio.Server:

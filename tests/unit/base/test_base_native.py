@@ -3,6 +3,7 @@
 
 import asyncio
 import gc
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.tcp_proxy import TcpProxy
 from tests.support.waiting import until
 from twinpool import rpc
 from twinpool.config import RpcConfig
+from twinpool.errors import ConfigError
 from twinpool.rpc.native.inflate import BrokenError, TooLargeError, inflated
 
 pytest.importorskip("twinpool._transport", reason="built without gRPC's C headers")
@@ -240,6 +242,15 @@ async def test_a_server_that_is_never_stopped_ends_no_process() -> None:
     rpc.Server(CONFIG, native=True).bind("127.0.0.1")
     gc.collect()
     await asyncio.sleep(0)
+
+
+def test_without_the_module_calls_go_over_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rpc.wants_native(RpcConfig(transport="auto"))
+    assert not rpc.wants_native(RpcConfig(transport="python"))
+    monkeypatch.setitem(sys.modules, "twinpool._transport", None)
+    assert not rpc.wants_native(RpcConfig(transport="auto"))
+    with pytest.raises(ConfigError, match="libgrpc-dev"):
+        rpc.wants_native(RpcConfig(transport="native"))
 
 
 def test_a_message_is_unpacked_up_to_the_limit() -> None:
