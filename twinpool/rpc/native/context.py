@@ -99,8 +99,8 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
             await self.outlet.room()
 
     async def send_initial_metadata(self, initial_metadata: Any) -> NoReturn:
-        """Not offered: no handler of this project uses it."""
-        raise NotImplementedError("no handler sends initial metadata")
+        """Refused: no handler of this project has any to send."""
+        raise grpc.aio.UsageError("headers of an answer cannot be set")
 
     # --- the end --------------------------------------------------------------------------
 
