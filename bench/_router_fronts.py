@@ -88,6 +88,7 @@ class Ours:
     """Twinpool's router. ``processes`` routers on one port."""
 
     name = "ours"
+    transport = "auto"
 
     def __init__(
         self, peers: str, tokenizer: str, step_seconds: float, processes: int = 1, workers: int = 4
@@ -110,6 +111,7 @@ class Ours:
         port = str(_free_port()) if self._processes > 1 else "0"
         for number in range(self._processes):
             command = [sys.executable, "-m", "bench._router_ours", "--port", port]
+            command += ["--transport", self.transport]
             router = self._children.start(command, _ROUTER_CORE + number)
             assert router.stdin is not None
             router.stdin.write(records + "\n")
@@ -142,6 +144,13 @@ class Ours:
     def body(self, prompt: str | Sequence[int], stream: bool) -> bytes:
         """See Front."""
         return self.encode(prompt, stream)
+
+
+class OursPython(Ours):
+    """The same over gRPC for Python."""
+
+    name = "ours-python"
+    transport = "python"
 
 
 class Peer(ABC):
@@ -245,6 +254,7 @@ def _free_port() -> int:
 
 FRONTS: Mapping[str, Callable[[str, str, float], Any]] = {
     "ours": Ours,
+    "ours-python": OursPython,
     "smg": Smg,
     "smg-cached": SmgCached,
     "sglang": Sglang,

@@ -29,7 +29,9 @@ async def _main(args: argparse.Namespace) -> int:
         "max_message_bytes": 64 << 20,
         "token_cache_bytes": args.token_cache_bytes,
     }
-    config = TwinpoolConfig.model_validate({"router": settings, "log": {"level": "warning"}})
+    config = TwinpoolConfig.model_validate(
+        {"router": settings, "rpc": {"transport": args.transport}, "log": {"level": "warning"}}
+    )
     router = Router(config, f"router-bench-{args.port}")
     endpoint = await router.start()
     records = [control_pb2.WorkerRecord.FromString(base64.b64decode(each)) for each in json.loads(line)]
@@ -63,6 +65,7 @@ def main() -> None:
         "--port", type=int, default=0, help="share this port with other routers; 0: a free one of its own"
     )
     parser.add_argument("--token-cache-bytes", type=int, default=64 << 20, help="of tokenised text")
+    parser.add_argument("--transport", default="auto", help="auto, python, native")
     logs.setup("warning", False)
     run(_main(parser.parse_args()))
 

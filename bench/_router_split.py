@@ -20,7 +20,8 @@ SECONDS = 10
 PARTS = (
     ("tokenizer", ("tokenizers", "fastokens", "twinpool/text", "router/tokenize.py")),
     ("protobuf", ("_message.abi3", "_pb2.py", "google/protobuf")),
-    ("gRPC", ("cygrpc", "grpc/aio", "sendmsg", "recvmsg")),
+    ("gRPC", ("cygrpc", "grpc/aio", "libgrpc", "_transport.cpython", "sendmsg", "recvmsg")),
+    ("adapter", ("twinpool/rpc/native",)),
     ("core", ("_core.cpython",)),
     ("relay", ("twinpool/",)),
     ("event loop", ("uvloop", "loop.c", "asyncio", "uv_", "core.c")),

@@ -62,7 +62,7 @@ async def _main(args: argparse.Namespace) -> int:
     sizes = [int(size) for size in args.sizes.split(",")]
     if args.quick:
         sizes, args.rounds = sizes[:2], 1
-    names = [name for name in args.fronts.split(",") if name == "ours" or args.peers]
+    names = [name for name in args.fronts.split(",") if name.startswith("ours") or args.peers]
     samples: Samples = {}
     for mode in args.modes.split(","):
         async with AsyncExitStack() as stack:

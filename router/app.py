@@ -38,7 +38,7 @@ from twinpool.router.tenants import Tenants
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.router.trace import TraceBook
 from twinpool.router.usage import UsageBook
-from twinpool.rpc import AuditLog, Server, channel, join_address
+from twinpool.rpc import AuditLog, Server, channel, join_address, wants_native
 from twinpool.v1 import control_pb2, router_pb2_grpc
 from twinpool.v1 import worker_pb2 as pb
 
@@ -56,6 +56,7 @@ class Router:
         self.name = name
         self.incarnation = new_incarnation()
         self.endpoint = ""
+        self._native = wants_native(config.rpc)
         self.core = RouterCore(core_config(config.router))
         if config.router.record_bytes:
             self.core.record(config.router.record_bytes)
@@ -76,7 +77,7 @@ class Router:
             self.models,
             self.locality,
             self.background,
-            partial(channel, config=config.rpc, tls=config.tls, role="worker"),
+            partial(channel, config=config.rpc, tls=config.tls, role="worker", native=self._native),
             pb.Hello(router=name, incarnation=self.incarnation),
         )
         self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
@@ -108,6 +109,7 @@ class Router:
             max_message_bytes=config.router.max_message_bytes,
             reuse_port=config.router.reuse_port,
             audit=AuditLog(config.audit.file, name),
+            native=self._native,
         )
         self._housekeeper: asyncio.Task[None] | None = None
 

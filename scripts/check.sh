@@ -11,7 +11,7 @@ clang_format() { cpp_files | xargs clang-format --dry-run -Werror; }
 clang_tidy() {
   local build=build/tidy
   cmake -S . -B $build -DCMAKE_BUILD_TYPE=Release >/dev/null
-  git ls-files --cached --others --exclude-standard 'csrc/*.cpp' | grep -vE 'csrc/(bindings|tests|fuzz|bench)/' \
+  git ls-files --cached --others --exclude-standard 'csrc/*.cpp' | grep -vE 'csrc/(bindings|transport|tests|fuzz|bench)/' \
     | xargs -P 2 -n 4 clang-tidy -p $build --quiet --warnings-as-errors='*'
 }
 proto_drift() {

@@ -397,3 +397,8 @@ class RpcConfig(Section):
     connect_timeout_seconds: float = Field(
         default=5.0, ge=0.1, le=600, description="Longest wait for a connection, in seconds."
     )
+    transport: Literal["auto", "python", "native"] = Field(
+        default="auto",
+        description="What carries a router's calls: `native` is gRPC's C core under the router's own adapter, which costs a "
+        "fraction of the CPU; `python` is gRPC for Python; `auto` takes `native` where it was built.",
+    )

@@ -10,6 +10,7 @@ from twinpool.rpc.options import client_options, join_address, server_options
 from twinpool.rpc.run import run, stop_event
 from twinpool.rpc.server import LIVE, Server
 from twinpool.rpc.tls import HttpsContext
+from twinpool.rpc.transport import wants_native
 
 __all__ = [
     "LIVE",
@@ -28,4 +29,5 @@ __all__ = [
     "server_options",
     "stop_event",
     "wait_ready",
+    "wants_native",
 ]

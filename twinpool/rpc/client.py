@@ -14,6 +14,7 @@ from twinpool.rpc.keys import key_interceptors
 from twinpool.rpc.options import client_options
 from twinpool.rpc.roles import PeerRole, server_name
 from twinpool.rpc.tls import channel_credentials
+from twinpool.rpc.transport import native_channel
 
 
 def channel(
@@ -24,9 +25,11 @@ def channel(
     max_message_bytes: int | None = None,
     key: str = "",
     role: PeerRole | None = None,
+    native: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to ``target`` (host:port), whose calls show the API key ``key``. It connects on first use. The caller closes it.
-    ``role``: what the certificate there must name, where ``tls.role_domain`` is set.
+    ``role``: what the certificate there must name, where ``tls.role_domain`` is set. ``native``: calls that are streams both ways go
+    over gRPC's C core; see ``transport``.
 
     Raises ConfigError if TLS is on and a file cannot be used.
     """
@@ -39,10 +42,12 @@ def channel(
         else "",
     )
     if tls is not None and secured:
-        return grpc.aio.secure_channel(
+        made = grpc.aio.secure_channel(
             target, channel_credentials(tls), options=options, interceptors=key_interceptors(key)
         )
-    return grpc.aio.insecure_channel(target, options=options, interceptors=key_interceptors(key))
+    else:
+        made = grpc.aio.insecure_channel(target, options=options, interceptors=key_interceptors(key))
+    return native_channel(target, options, tls if secured else None, made) if native else made
 
 
 async def wait_ready(connection: grpc.aio.Channel, target: str, timeout_seconds: float) -> None:

@@ -18,6 +18,7 @@ from twinpool.rpc.guard import ErrorInterceptor
 from twinpool.rpc.options import join_address, server_options
 from twinpool.rpc.roles import RoleGuard
 from twinpool.rpc.tls import server_credentials
+from twinpool.rpc.transport import native_server
 
 LIVE: Final = "live"
 """Name under which health says whether the process's loops tick. That it answers shows that its event loop does; "" and
@@ -42,15 +43,21 @@ class Server:
         max_message_bytes: int | None = None,
         reuse_port: bool = False,
         audit: AuditLog | None = None,
+        native: bool = False,
     ) -> None:
         """``max_message_bytes``: of both directions; None takes ``rpc.max_message_bytes``. ``audit``: where administrative calls are
-        written down; it is closed with the server."""
+        written down; it is closed with the server. ``native``: over gRPC's C core; see ``transport``. It is then made on the event
+        loop."""
         self._tls = tls if tls is not None and tls.enabled else None
         self._audit = audit
         domain = self._tls.role_domain if self._tls is not None else ""
-        self.raw = grpc.aio.server(
-            options=server_options(config, max_message_bytes=max_message_bytes, reuse_port=reuse_port),
-            interceptors=(ErrorInterceptor(RoleGuard(domain) if domain else None, audit),),
+        options = server_options(config, max_message_bytes=max_message_bytes, reuse_port=reuse_port)
+        guard = ErrorInterceptor(RoleGuard(domain) if domain else None, audit)
+        self._native = native
+        self.raw: Any = (
+            native_server(options, guard, self._tls)
+            if native
+            else grpc.aio.server(options=options, interceptors=(guard,))
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self.services: list[str] = []
@@ -68,8 +75,8 @@ class Server:
         """Binds and returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE."""
         address = join_address(host, port)
         try:
-            if self._tls is None:
-                bound = self.raw.add_insecure_port(address)
+            if self._tls is None or self._native:
+                bound: int = self.raw.add_insecure_port(address)
             else:
                 bound = self.raw.add_secure_port(address, server_credentials(self._tls))
         except RuntimeError:

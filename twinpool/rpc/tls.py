@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +38,67 @@ def _check_pair(tls: TlsConfig) -> None:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """What the three files hold."""
+
+    roots: bytes
+    key: bytes
+    chain: bytes
+
+
+def read_pems(tls: TlsConfig) -> Pems:
+    """The files as they are now. Raises ConfigError if one is missing or the pair does not match."""
+    _check_pair(tls)
+    return Pems(
+        roots=_read(tls.ca_file, "ca_file"),
+        key=_read(tls.key_file, "key_file"),
+        chain=_read(tls.cert_file, "cert_file"),
+    )
+
+
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
     """Client credentials, read now: a channel that is made anew takes renewed files."""
-    _check_pair(tls)
+    pems = read_pems(tls)
     return grpc.ssl_channel_credentials(
-        root_certificates=_read(tls.ca_file, "ca_file"),
-        private_key=_read(tls.key_file, "key_file"),
-        certificate_chain=_read(tls.cert_file, "cert_file"),
+        root_certificates=pems.roots, private_key=pems.key, certificate_chain=pems.chain
     )
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
     """Server credentials that demand a client certificate and follow the files."""
-    files = _Files(tls)
+    files = PemFiles(tls)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        pems = files.fetch()
+        return None if pems is None else _configuration(pems)
+
     # The stubs do not know that None means "no change".
-    fetch: Callable[[], Any] = files.fetch
-    return grpc.dynamic_ssl_server_credentials(files.load(), fetch, require_client_authentication=True)
+    following: Callable[[], Any] = fetch
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(files.load()), following, require_client_authentication=True
+    )
 
 
-class _Files:
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.chain)], pems.roots)
+
+
+class PemFiles:
     """The three files, and whether they have changed since they were loaded."""
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
         self._stamp: _Stamp = ()
 
-    def load(self) -> grpc.ServerCertificateConfiguration:
+    def load(self) -> Pems:
         """Raises ConfigError if a file is missing or the pair does not match."""
         stamp = self._stamps()
-        _check_pair(self._tls)
-        pair = (_read(self._tls.key_file, "key_file"), _read(self._tls.cert_file, "cert_file"))
-        loaded = grpc.ssl_server_certificate_configuration([pair], _read(self._tls.ca_file, "ca_file"))
+        loaded = read_pems(self._tls)
         self._stamp = stamp
         return loaded
 
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+    def fetch(self) -> Pems | None:
         """Called for each new connection. None keeps the present files, also while a renewal is half done."""
         try:
             if self._stamps() == self._stamp:
@@ -104,7 +131,7 @@ class HttpsContext:
     def __init__(self, tls: TlsConfig) -> None:
         """Raises ConfigError if a file is missing or the pair does not match."""
         self._tls = tls
-        self._files = _Files(tls)
+        self._files = PemFiles(tls)
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.context.verify_mode = ssl.CERT_REQUIRED
         self._files.load()

@@ -18,6 +18,7 @@ import structlog
 from google.protobuf import message_factory
 from google.protobuf.duration_pb2 import Duration
 
+from tests.support.transports import each_rpc_transport  # noqa: F401
 from tests.unit.base.test_base_roles import DOMAIN, Pki
 from twinpool import logs, metrics, rpc
 from twinpool.config import RpcConfig, TlsConfig

@@ -11,6 +11,7 @@ import trustme
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.transports import each_rpc_transport  # noqa: F401
 from twinpool import rpc
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError, from_rpc_error

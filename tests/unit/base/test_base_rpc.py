@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.support.tcp_proxy import TcpProxy
+from tests.support.transports import each_rpc_transport  # noqa: F401
 from twinpool import rpc
 from twinpool.config import RpcConfig
 from twinpool.errors import TwinpoolError, from_rpc_error

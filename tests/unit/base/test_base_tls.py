@@ -12,6 +12,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.transports import each_rpc_transport  # noqa: F401
 from tests.support.waiting import until
 from twinpool import rpc
 from twinpool.config import RpcConfig, TlsConfig

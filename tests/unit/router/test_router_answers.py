@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.fake_cluster import Answer, FakeCluster, collect, fake_cluster, generate, prompt
 from tests.support.fake_worker import FIRST_TOKEN, Job, Script
+from tests.support.transports import each_transport  # noqa: F401
 from tests.support.waiting import until
 from twinpool.v1 import inference_pb2 as pb
 from twinpool.v1 import inference_pb2_grpc

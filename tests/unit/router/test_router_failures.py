@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.fake_cluster import DRAINING, Answer, FakeCluster, collect, fake_cluster, generate, prompt
 from tests.support.fake_worker import FIRST_TOKEN, FakeWorker, Script
+from tests.support.transports import each_transport  # noqa: F401
 from tests.support.waiting import until
 from twinpool.v1 import inference_pb2
 from twinpool.v1 import worker_pb2 as pb

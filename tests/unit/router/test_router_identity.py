@@ -11,6 +11,7 @@ import yaml
 
 from tests.support.chat_world import chat_cluster, write_chat_model
 from tests.support.fake_cluster import FakeCluster, collect, generate
+from tests.support.transports import each_transport  # noqa: F401
 from tests.unit.router.test_router_tenants import BLUE, RED, blue, red
 from twinpool.rpc import digest_of
 from twinpool.v1 import inference_pb2 as pb

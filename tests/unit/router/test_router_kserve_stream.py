@@ -17,6 +17,7 @@ from tests.support.chat_world import chat_cluster, write_chat_model
 from tests.support.fake_cluster import FakeCluster
 from tests.support.fake_worker import Job
 from tests.support.kserve_asking import infer, read, streaming, text, told
+from tests.support.transports import each_transport  # noqa: F401
 from tests.support.waiting import until
 from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.router.kserve.stream import InferStream, Send

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.chat_world import chat_cluster, write_chat_model
 from tests.support.fake_cluster import FakeCluster, collect, generate
+from tests.support.transports import each_transport  # noqa: F401
 from twinpool.v1 import inference_pb2_grpc
 
 LIMIT = 1 << 20
