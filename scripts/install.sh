@@ -5,15 +5,13 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
-# System packages: a compiler, OpenSSL's headers, and (wanted, not needed) gRPC's C headers and etcd.
+# System packages: a compiler, OpenSSL's headers, and (wanted, not needed) etcd.
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v cmake >/dev/null || missing+=(cmake)
 [ -e /usr/include/openssl/evp.h ] || missing+=(libssl-dev)
 [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
 [ -e /usr/include/zstd.h ] || missing+=(libzstd-dev)
-# Wanted, not needed: without it routers use gRPC for Python.
-[ -e /usr/include/grpc/grpc.h ] || missing+=(libgrpc-dev)
 command -v etcd >/dev/null || missing+=(etcd-server)
 command -v etcdctl >/dev/null || missing+=(etcd-client)
 if [ ${#missing[@]} -gt 0 ]; then
@@ -23,9 +21,14 @@ if [ ${#missing[@]} -gt 0 ]; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
   else
     say "Missing system packages: sudo apt-get install ${missing[*]}"
-    # These alone are optional: the embedded store takes etcd's place, gRPC for Python that of its C core.
-    [[ " ${missing[*]} " =~ ^(\ (etcd-server|etcd-client|libgrpc-dev))+\ $ ]] || exit 1
+    # etcd alone is optional: the embedded store takes its place.
+    [[ " ${missing[*]} " =~ ^(\ etcd-(server|client))+\ $ ]] || exit 1
   fi
+fi
+
+# Wanted, not needed: without gRPC's C headers routers cannot use `rpc.transport: native`.
+if [ ! -e /usr/include/grpc/grpc.h ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libgrpc-dev >/dev/null 2>&1 || say "Without libgrpc-dev: rpc.transport is python"
 fi
 
 if [ ! -x "$venv/bin/python" ]; then

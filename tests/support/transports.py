@@ -25,7 +25,7 @@ def each_rpc_transport(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     return transport
 
 
-@pytest.fixture(autouse=True, params=TRANSPORTS)
+@pytest.fixture(autouse=True, params=["python", pytest.param("native", marks=pytest.mark.slow)])
 def each_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Routers whose configuration does not say which."""
     transport = _built(request.param)
