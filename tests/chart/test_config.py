@@ -13,7 +13,7 @@ from scripts.chart import OWNED
 from tests.support.chart import EVERYTHING, FILES, Doc, Helm, containers, merged, named, workloads
 from twinpool.config import TwinpoolConfig, load_config
 from twinpool.control.cli.main import app
-from twinpool.control.operations import LEAVE_SECONDS
+from twinpool.control.leaves import LEAVE_SECONDS
 from twinpool.ids import is_name
 from twinpool.launch import PROCESSES
 from twinpool.store import Keys
