@@ -258,7 +258,7 @@ async def test_a_ghost_is_gone_soon_after_the_cut_heals(
     for name in ("stays", "ghost"):
         store.put(keys.worker("default", name), worker(name).SerializeToString())
     async with View(far, keys) as view:
-        await until(lambda: len(view.events) == 2)
+        await until(lambda: len(view.events) == 2 and view.watch.connected)
         proxy.cut()
         await until(lambda: not view.watch.connected)
         store.delete(keys.worker("default", "ghost"))
@@ -277,7 +277,7 @@ async def test_after_an_outage_the_living_get_a_grace(
         store.put(keys.worker("default", name), worker(name).SerializeToString())
     options = {"is_alive": lambda record: record.worker.name == "alive", "grace_seconds": 3.0}
     async with View(far, keys, **options) as view:
-        await until(lambda: len(view.events) == 2)
+        await until(lambda: len(view.events) == 2 and view.watch.connected)
         proxy.cut()
         await until(lambda: not view.watch.connected)
         store.delete_prefix(keys.workers())

@@ -58,7 +58,7 @@ async def test_a_grace_does_not_end_while_etcd_is_away_again(
     proxy, far = proxied
     store.put(keys.worker("default", "alive"), worker("alive").SerializeToString())
     async with View(far, keys, is_alive=lambda record: True, grace_seconds=GRACE_SECONDS) as view:
-        await until(lambda: view.events)
+        await until(lambda: view.events and view.watch.connected)
         proxy.cut()
         await until(lambda: not view.watch.connected)
         store.delete_prefix(keys.workers())

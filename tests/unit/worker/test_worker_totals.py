@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from twinpool import metrics
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.worker.meters import Meters
 from twinpool.worker.totals import SWING_SECONDS, WINDOW_SECONDS, Totals, Utilization
@@ -82,6 +83,8 @@ def shown(role: str) -> float | None:
 
 
 def test_a_worker_that_changes_its_role_leaves_no_series_of_the_old_one() -> None:
+    # Workers of other tests in this process have shown theirs.
+    metrics.WORKER_UTILIZATION.clear()
     parts: Any = Parts()
     meters = Meters(parts)
     for _ in range(12):
