@@ -220,8 +220,8 @@ class Reconciler:
     async def _change(self, looks: dict[str, Look]) -> bool:
         """Makes one change after the other until there is none left. Each is planned anew: while the one before it was made, an
         operation may have begun or ended that makes this one wrong. Whether there was any."""
-        changed, loads = False, dict[str, int]()
-        for _ in range(CHANGES_MAX):
+        made, loads = set[Change](), dict[str, int]()
+        while len(made) < CHANGES_MAX:
             changes = self._plan(looks, loads)
             if any(isinstance(change, Drain) for change in changes) and not loads:
                 # Only now it matters who has the least to do.
@@ -230,11 +230,12 @@ class Reconciler:
                 )
                 changes = self._plan(looks, loads)
             # Another process may lead by now: what it has begun must not be done twice.
-            if not changes or not self._leads():
+            change = next((each for each in changes if each not in made), None)
+            if change is None or not self._leads():
                 break
-            changed = True
-            await self._do(changes[0])
-        return changed
+            made.add(change)
+            await self._do(change)
+        return bool(made)
 
     def _plan(self, looks: dict[str, Look], loads: dict[str, int] | None = None) -> list[Change]:
         """What is to be done, by what is wanted, registered and under way at this moment: nothing here waits."""
