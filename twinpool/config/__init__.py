@@ -8,6 +8,7 @@ from twinpool.config.page import config_schema
 from twinpool.config.pools import ControlSection, PoolsSection
 from twinpool.config.rebalance import RebalanceSection
 from twinpool.config.router import RouterSection
+from twinpool.config.rpc import RpcConfig
 from twinpool.config.sections import (
     ClusterConfig,
     KVConfig,
@@ -15,7 +16,6 @@ from twinpool.config.sections import (
     LogConfig,
     MetricsConfig,
     ModelSection,
-    RpcConfig,
     SchedulerSection,
     TlsConfig,
     TracingConfig,

@@ -15,6 +15,7 @@ from twinpool.config.base import Section
 from twinpool.config.pools import ControlSection, PoolsSection, broken_pool_rules
 from twinpool.config.rebalance import RebalanceSection, rebalance_rules
 from twinpool.config.router import RouterSection
+from twinpool.config.rpc import RpcConfig
 from twinpool.config.sections import (
     ClusterConfig,
     KVConfig,
@@ -22,7 +23,6 @@ from twinpool.config.sections import (
     LogConfig,
     MetricsConfig,
     ModelSection,
-    RpcConfig,
     SchedulerSection,
     TlsConfig,
     TracingConfig,

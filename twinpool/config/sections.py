@@ -374,31 +374,3 @@ class TlsConfig(Section):
     def enabled(self) -> bool:
         """Whether connections are encrypted."""
         return bool(self.cert_file)
-
-
-class RpcConfig(Section):
-    """gRPC settings of connections inside the cluster, and keep-alive of all."""
-
-    max_message_bytes: int = Field(
-        default=64 * MiB,
-        ge=MiB,
-        le=1 << 30,
-        description="Largest message between router and workers, in bytes. gRPC's default of 4 MiB is too small for long prompts.",
-    )
-    keepalive_seconds: float = Field(
-        default=10.0,
-        ge=1,
-        le=3600,
-        description="Time between two HTTP/2 pings on a silent connection, in seconds.",
-    )
-    keepalive_timeout_seconds: float = Field(
-        default=5.0, ge=0.1, le=600, description="A ping unanswered for so many seconds ends the connection."
-    )
-    connect_timeout_seconds: float = Field(
-        default=5.0, ge=0.1, le=600, description="Longest wait for a connection, in seconds."
-    )
-    transport: Literal["auto", "python", "native"] = Field(
-        default="python",
-        description="What carries a router's calls: `python` is gRPC for Python; `native` is gRPC's C core under the router's own "
-        "adapter, which costs some 0.7 times the CPU and is new; `auto` takes `native` where it was built.",
-    )

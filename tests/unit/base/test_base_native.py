@@ -77,7 +77,8 @@ async def leave_by_deadline(world: World, waiting: Waiting) -> None:
         [message async for message in world.call(b"", timeout=0.5)]
     assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert waiting.left is not None
-    assert 0 < waiting.left <= 0.5
+    # gRPC rounds what it sends, and what it gets.
+    assert 0 < waiting.left <= 0.6
 
 
 async def leave_by_disconnect(world: World, waiting: Waiting) -> None:
