@@ -270,11 +270,18 @@ class Operations:
             operation.state = pb.OPERATION_STATE_FAILED
             operation.error = f"{known.reason}: {known.message}"
             log.warning("operation_failed", operation=operation.id, error=operation.error)
-            if operation.kind in self._undo:
-                await self._undo[operation.kind](operation)
+            await self._take_back(operation)
         self._tell(operation, "succeeded" if operation.state == pb.OPERATION_STATE_SUCCEEDED else "failed")
         await self._record(operation)
         self._tasks.pop(operation.id, None)
+
+    async def _take_back(self, operation: pb.Operation) -> None:
+        """Never raises: an operation that has failed ends, whatever is left of it."""
+        if operation.kind in self._undo:
+            try:
+                await self._undo[operation.kind](operation)
+            except TwinpoolError as error:
+                log.warning("operation_not_taken_back", operation=operation.id, reason=error.reason)
 
     async def _put(self, operation: pb.Operation) -> None:
         value = operation.SerializeToString()

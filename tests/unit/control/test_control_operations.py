@@ -269,6 +269,20 @@ async def test_a_control_process_that_ends_leaves_an_operation_running(
         await worker.stop()
 
 
+async def test_a_failed_operation_ends_though_it_cannot_be_taken_back(server: StoreServer, name: str) -> None:
+    async def refuse(_: pb.Operation) -> None:
+        raise TwinpoolError("POOL_BOUNDS", "no")
+
+    async with world(server, name, FakePools()) as made:
+        worker = await Worker(made.store, name, 1).start()
+        await sees(made, worker)
+        made.operations.surround(DRAIN, {"refuse": refuse}, prepare=lambda _: None, undo=refuse)
+        begun = await made.operations.begin(DRAIN, "w0", None)
+        await until(lambda: begun.state == pb.OPERATION_STATE_FAILED and not made.operations._tasks)
+        assert begun.error == "POOL_BOUNDS: no"
+        await worker.stop()
+
+
 async def test_who_does_not_leave_in_time_is_ended_or_the_operation_fails(
     server: StoreServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
