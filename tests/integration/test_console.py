@@ -114,7 +114,9 @@ async def test_the_overview_counts_what_happened(cluster: Cluster) -> None:
         for role in ("prefill", "decode")
     )
     assert prefill["counts"]["prompt_tokens"] >= len(PROMPT)
-    assert prefill["counts"]["hit_tokens"] > 0, "the second prompt is the first one's"
+    # A router that already knows of the decode worker's copy has that one read the prompt.
+    hits = prefill["counts"]["hit_tokens"] + decode["counts"]["hit_tokens"]
+    assert hits > 0, "the second prompt is the first one's"
     assert decode["counts"]["generation_tokens"] >= 14
     assert decode["counts"]["busy"] > 0
     counts = decode["counts"]
