@@ -127,8 +127,12 @@ class NixlAgent:
             if known.descriptor != peer:
                 raise TransferError(Fault.PEER_REFUSED, f"{peer.worker} has changed its descriptor")
             return
-        if known is not None and known.live:
-            raise TransferError(Fault.PEER_LOST, f"{known.live} reads from {peer.worker} are not fenced yet")
+        # A second connection under the same NIXL name would hide the first one's reads: their end would never be seen.
+        live = sum(
+            link.live for link in [known, *self._retired] if link and link.descriptor.worker == peer.worker
+        )
+        if live:
+            raise TransferError(Fault.PEER_LOST, f"{live} reads from {peer.worker} are not fenced yet")
         for worker in [w for w in self._links if w.name == peer.worker.name]:
             self.disconnect(worker)
         try:

@@ -62,9 +62,9 @@ def owner(name: str, ucx_tls: str) -> PeerProcess:
     return PeerProcess(name, NUM_BLOCKS, BLOCK_BYTES, ucx_tls)
 
 
-def connect(reader: Worker, peer: PeerProcess) -> TransferError | None:
+def connect(reader: Worker, peer: PeerProcess, deadline_seconds: float = 5.0) -> TransferError | None:
     connected = Called()
-    reader.thread.connect(peer.descriptor, connected)
+    reader.thread.connect(peer.descriptor, connected, deadline_seconds)
     result: TransferError | None = connected.wait()
     return result
 
@@ -220,6 +220,27 @@ def test_a_hung_owner_that_is_killed_fences_its_reads(tcp_reader: Worker) -> Non
         assert done.wait().fault is Fault.DEADLINE
         peer.kill()
         fenced.wait()
+
+
+def test_a_hung_owner_is_asked_once_until_it_answers_or_dies(tcp_reader: Worker) -> None:
+    # A second connection under the same name hid the first one's reads: they were never fenced, not even by the owner's death.
+    with owner("owner-hung-asked", TCP) as peer:
+        assert connect(tcp_reader, peer) is None
+        peer.pause()
+        hung = connect(tcp_reader, peer, deadline_seconds=0.1)
+        assert hung is not None
+        assert hung.fault is Fault.DEADLINE
+        again = [connect(tcp_reader, peer, deadline_seconds=0.1) for _ in range(3)]
+        assert all(error is not None and error.fault is Fault.PEER_LOST for error in again)
+        peer.resume()
+        wait_until(lambda: tcp_reader.thread.in_flight == 0)
+        assert connect(tcp_reader, peer) is None
+        peer.pause()
+        for _ in range(3):
+            assert connect(tcp_reader, peer, deadline_seconds=0.1) is not None
+        assert tcp_reader.thread.in_flight == 1
+        peer.kill()
+        wait_until(lambda: tcp_reader.thread.in_flight == 0)
 
 
 def test_an_unreachable_owner_is_known_when_connecting(tcp_reader: Worker) -> None:
