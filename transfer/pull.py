@@ -75,6 +75,8 @@ class Pull:
         self._live: list[ReadHandle] = []
         self._began = 0.0
         self._post_seconds = 0.0
+        self.posts = 0
+        """Reads handed to the agent so far."""
 
     @property
     def ended(self) -> bool:
@@ -135,9 +137,11 @@ class Pull:
         self._post_seconds += time.perf_counter() - began
         self._live.append(handle)
         self._posted = high
+        self.posts += 1
 
     def _post_generations(self, agent: TransferAgent) -> None:
         self._live.append(agent.read_generations(self.peer, self._generations_of))
+        self.posts += 1
         self._phase = _Phase.GENERATIONS
 
     def _poll(self, agent: TransferAgent) -> PullOutcome | None:

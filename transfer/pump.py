@@ -82,6 +82,8 @@ class TransferPump:
         self._lingering: list[Pull] = []  # ended, not fenced
         self._offers = 0
         self._pools: dict[WorkerKey, int] = {}  # blocks of connected peers
+        self.posts = 0
+        """Reads handed to the agent so far: a number that has grown tells that one may be done in microseconds."""
 
     # --- from any thread ---
 
@@ -226,7 +228,7 @@ class TransferPump:
             self._finish(pull, pull.end(PullOutcome(Fault.ABORTED, "cancelled by the caller")))
 
     def _step(self, pull: Pull, now: float) -> None:
-        was_ended = pull.ended
+        was_ended, posts = pull.ended, pull.posts
         try:
             outcome = pull.step(self._agent, now, self._piece_blocks)
         except Exception as error:
@@ -235,6 +237,7 @@ class TransferPump:
             if was_ended:
                 return
             outcome = pull.end(PullOutcome(Fault.UNKNOWN, f"{type(error).__name__}: {error}"))
+        self.posts += pull.posts - posts
         if outcome is not None:
             self._finish(pull, outcome)
         elif was_ended and pull.fenced:

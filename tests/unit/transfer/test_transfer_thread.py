@@ -13,7 +13,7 @@ import pytest
 from tests.support.nixl_peer import Called
 from tests.support.watching import wait_until
 from twinpool.ids import WorkerKey
-from twinpool.transfer.base import Fault, PoolMemory, TransferError
+from twinpool.transfer.base import PENDING, Fault, PoolMemory, ReadHandle, ReadState, TransferError
 from twinpool.transfer.loopback import Fabric, LoopbackAgent
 from twinpool.transfer.thread import IDLE_SECONDS, TransferThread
 
@@ -69,6 +69,31 @@ def test_an_idle_thread_is_woken_by_a_command() -> None:
     none = np.zeros(1, dtype=np.int32)
     thread.pull(OWNER, none, none, deadline_seconds=60, on_done=done, on_fenced=lambda: None)
     assert done.wait().fault is Fault.PEER_UNKNOWN
+    thread.stop()
+
+
+class SlowAgent(LoopbackAgent):
+    """Its reads are pending for some polls."""
+
+    polls_left = 3
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        self.polls_left -= 1
+        return PENDING if self.polls_left >= 0 else super().poll(handle)
+
+
+def test_a_read_is_polled_soon_after_its_post() -> None:
+    fabric = Fabric()
+    pool = PoolMemory.of_array(np.zeros((4, BLOCK), dtype=np.uint8))
+    thread = TransferThread(
+        lambda: SlowAgent(READER, "f", pool, np.zeros(4, dtype=np.uint64), fabric=fabric),
+        poll_seconds=3600.0,
+        idle_seconds=3600.0,
+    )
+    thread.start()
+    told = Called()
+    thread.probe(told)
+    assert told.wait() is None
     thread.stop()
 
 
