@@ -96,6 +96,11 @@ class RouterCore {
   RouterCore& operator=(const RouterCore&) = delete;
   ~RouterCore() = default;
 
+  /// Other limits from now on, as if the core had begun with them: requests that wait are placed, ordered and refused
+  /// by them, but keep the end of their time in the queue. Throws CoreError, and changes nothing, for another value of
+  /// a field that counts at the start alone (router_configure.cpp).
+  void configure(double now, const AdmissionConfig& config);
+
   // Cluster view (router_workers.cpp). Figures of unknown incarnations are ignored: they are late.
   void upsert_worker(double now, const placement::WorkerSpec& spec);
   void remove_worker(double now, const std::string& name, std::uint64_t incarnation);
