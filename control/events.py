@@ -53,6 +53,8 @@ REASONS: Final[dict[str, str]] = {
     "WorkerStartFailed": "a worker could not start; the message says why",
     "WorkerCrashed": "a worker's process has ended by itself; the message holds what Ray and its log say",
     "WorkerCrashLooping": "a worker has ended several times of late and is started again after a while",
+    "ConfigApplied": "keys of the configuration of running processes were changed",
+    "ConfigRefused": "a process cannot run what was applied and keeps what it had, as a whole; the message says why",
     "ReplicaPending": "Ray has no place for a worker; the message names the resource that is missing",
     "ReplicaPlaced": "Ray has found a place for a worker that was pending",
 }

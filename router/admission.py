@@ -83,6 +83,11 @@ class Admission:
             self._timer.cancel()
         self._planned = True
 
+    def configure(self, limits: AdmissionConfig) -> None:
+        """Other limits from now on, also for what waits."""
+        self.core.configure(time.monotonic(), limits)
+        self.kick()
+
     @property
     def active(self) -> int:
         """Requests that have not been forgotten."""

@@ -354,7 +354,6 @@ class RouterSection(RequestLimits):
         gt=0,
         le=86400,
         description="Longest time that a client may read nothing while an event waits for it, in seconds; then its stream fails.",
-        json_schema_extra=RELOADABLE,
     )
     stream_interval_seconds: float = Field(
         default=0.0,

@@ -33,6 +33,12 @@ from twinpool.metrics.transfer import *  # noqa: F403
 BUILD_INFO: Final = Info("twinpool_build", "Version of the process.")
 BUILD_INFO.info({"version": __version__, "python": platform.python_version()})
 AUDIT_WRITE_FAILURES = Counter("twinpool_audit_write_failures", "Audit lines that their file did not get.")
+CONFIG_GENERATION = Gauge(
+    "twinpool_config_generation", "Generation of the applied configuration that the process runs; 0: none."
+)
+CONFIG_REFUSALS = Counter(
+    "twinpool_config_refusals", "Applied configurations that the process refused, as a whole."
+)
 
 # --- router: requests ---------------------------------------------------------------------
 
