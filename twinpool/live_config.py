@@ -67,7 +67,7 @@ class LiveConfig:
             config = overlay(self.base, values)
             commits = [prepare(config) for prepare in self._prepares]
         except TwinpoolError as error:
-            self.refused, self.refusal = generation, str(error)
+            self.refused, self.refusal = generation, error.message
             metrics.CONFIG_REFUSALS.inc()
             log.error("config_refused", generation=generation, running=self.generation, detail=self.refusal)
             return False
