@@ -103,6 +103,7 @@ class Controller:
         self.rebalance = RebalanceLoop(
             self.live.following.rebalance, self.specs, source, mover, self.events, drain_seconds
         )
+        self.live.on_change(lambda _config: self.rebalance.wake)
         self._rebalances = RebalanceDesk(
             self.rebalance, self.specs, mover, self.view.workers, self.operations.submit, drain_seconds
         )
