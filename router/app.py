@@ -69,7 +69,9 @@ class Router:
         sessions = Sessions(config.sessions)
         self.beginnings = Beginnings(self.core)
         self.recent = Recent(config.metrics)
-        self.admission = Admission(self.core, self.traces, sessions.prefer, self.beginnings.saw)
+        self.admission = Admission(
+            self.core, self.traces, sessions.prefer, self.beginnings.saw, self.recent.gave_way
+        )
         self.tenants = Tenants(config.router.tenants_file)
         self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
         self.tokenize = TokenizeHop(config.router, self.tenants.salt)

@@ -47,6 +47,12 @@ class Recent:
             metrics.ROUTER_SHORT_TTFT.observe(seconds)
             self.short_ttft.add(seconds)
 
+    def gave_way(self, prompt_tokens: int, to_tokens: int) -> None:
+        """A request was preempted for another one; both by the lengths of their prompts."""
+        most = self._config.short_prompt_tokens
+        kinds = ("long" if tokens > most else "short" for tokens in (prompt_tokens, to_tokens))
+        metrics.ROUTER_PREEMPTIONS.labels("_by_".join(kinds)).inc()
+
     def next_tokens(self, seconds: float) -> None:
         """Further tokens are about to be written, so long after the ones before."""
         metrics.ROUTER_ITL.observe(seconds)

@@ -552,6 +552,9 @@ class Action:
     @property
     def attempt(self) -> int: ...
     @property
+    def by(self) -> int:
+        """Of "preempt": the request that it gives way to."""
+    @property
     def prefill(self) -> tuple[str, int]: ...
     @property
     def decode(self) -> tuple[str, int]: ...

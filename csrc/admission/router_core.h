@@ -68,6 +68,7 @@ struct Action {
   Kind kind = Kind::place;
   std::uint64_t request = 0;
   std::uint32_t attempt = 0;
+  std::uint64_t by = 0;  // of preempt: the request that it gives way to
   WorkerName prefill;
   WorkerName decode;
   WorkerName fetch_from;  // empty name: nothing is fetched
