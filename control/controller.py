@@ -20,6 +20,7 @@ from twinpool.control.desk import PoolDesk
 from twinpool.control.events import EventLog
 from twinpool.control.flip_counts import FlipCounts
 from twinpool.control.flips import ROLES
+from twinpool.control.gauges import kind_of, show_leader, show_operation, show_running
 from twinpool.control.leader import Leadership
 from twinpool.control.operations import Operations
 from twinpool.control.overview.collect import Collector
@@ -281,6 +282,8 @@ class Controller:
         self.rebalance.start()
         self._led_once = True
         self._led.set()
+        show_leader(True)
+        show_running(self.operations.running())
         log.info("control_leads", endpoint=self.endpoint)
 
     async def _read_roles(self, pool: str) -> None:
@@ -294,6 +297,7 @@ class Controller:
 
     async def _cease(self) -> None:
         self._led.clear()
+        show_leader(False)
         for task in (self._acting, self._applying):
             if task is not None:
                 task.cancel()
@@ -303,7 +307,9 @@ class Controller:
         await self.operations.stop()
 
     def _on_operation(self, operation: pb.Operation, what: str) -> None:
-        kind = pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
+        kind = kind_of(operation)
+        if what in _REASONS:
+            show_operation(operation, what, self.operations.running())
         about = operation.worker.name if operation.HasField("worker") else operation.pool
         text = f"{kind} of {about}"
         if operation.kind == pb.OPERATION_KIND_SCALE:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
+from twinpool import metrics
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.store import Batch, Keys, PrefixWatch, Store
@@ -134,6 +135,7 @@ class EventLog:
         event.at.GetCurrentTime()
         say = log.warning if warning else log.info
         say("pool_event", reason=reason, pool=pool, subject=event.subject, message=event.message)
+        metrics.CONTROL_EVENTS.labels(reason).inc()
         self._waiting.append(event)
         self._wake.set()
 

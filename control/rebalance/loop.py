@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from twinpool import metrics
 from twinpool.config import RebalanceSection
 from twinpool.control.rebalance.decision import Decision
 from twinpool.control.rebalance.history import KEPT, History, Move
@@ -123,6 +124,7 @@ class RebalanceLoop:
         decision = self.policy.decide(watched.telemetry, spec, watched.history, now)
         watched.history = watched.history.asked(decision.wish, now)
         watched.decision = decision
+        metrics.CONTROL_REBALANCE_DECISIONS.labels(spec.pool, decision.kind, decision.reason).inc()
         if spec.auto:
             await self._act(spec.pool, watched, decision, now)
         return decision
