@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.applying import ConfigDesk
 from twinpool.control.console.server import Console
 from twinpool.control.cordons import Cordons
 from twinpool.control.desk import PoolDesk
 from twinpool.control.events import EventLog
 from twinpool.control.flip_counts import FlipCounts
 from twinpool.control.flips import ROLES
+from twinpool.control.gauges import kind_of, show_leader, show_operation, show_running
 from twinpool.control.leader import Leadership
 from twinpool.control.operations import Operations
 from twinpool.control.overview.collect import Collector
@@ -33,6 +35,7 @@ from twinpool.control.scale import Scaling
 from twinpool.control.service import ControlServer
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
+from twinpool.live_config import ConfigFollower, LiveConfig, set_log_level
 from twinpool.logs import get_logger
 from twinpool.rpc import channel
 from twinpool.store import Keys, Store
@@ -65,6 +68,12 @@ class Controller:
         self.view = ClusterView(store, config)
         self.pools = pools or RayPools(config, log_dir)
         self.events = EventLog(store, config.cluster.name)
+        self.live = LiveConfig(config)
+        self.live.on_change(set_log_level)
+        self._follower = ConfigFollower(self.live, store, config.cluster.name)
+        self.applying = ConfigDesk(
+            self._follower, store, config.cluster.name, self.view, self.events, config.worker.pool
+        )
         connect = partial(channel, config=config.rpc, tls=config.tls, role="worker")
         self.operations = Operations(store, config, self.view, self.pools, connect)
         self.operations.listen(self._on_operation)
@@ -93,8 +102,9 @@ class Controller:
         )
         source = OverviewSource(self.collector.overview)
         self.rebalance = RebalanceLoop(
-            config.rebalance, self.specs, source, mover, self.events, drain_seconds
+            self.live.following.rebalance, self.specs, source, mover, self.events, drain_seconds
         )
+        self.live.on_change(lambda _config: self.rebalance.wake)
         self._rebalances = RebalanceDesk(
             self.rebalance, self.specs, mover, self.view.workers, self.operations.submit, drain_seconds
         )
@@ -105,6 +115,7 @@ class Controller:
         self._server: ControlServer | None = None
         self._campaign: asyncio.Task[None] | None = None
         self._acting: asyncio.Task[None] | None = None
+        self._applying: asyncio.Task[None] | None = None
         self._led = asyncio.Event()
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """Done with why this process cannot act, for instance since Ray cannot be joined."""
@@ -123,6 +134,7 @@ class Controller:
         """Serves operators, and stands for the leadership. Raises PORT_UNAVAILABLE."""
         await self.view.start()
         await self.events.start()
+        await self._follower.start(RETRY_SECONDS)
         desk = PoolDesk(
             self.check_leads,
             self.check_reads,
@@ -137,9 +149,10 @@ class Controller:
             self._connect,
         )
         self._server = ControlServer(
-            self._config, self.view, self.operations, desk, self._rebalances, self.collector
+            self._config, self.view, self.operations, desk, self._rebalances, self.collector, self.applying
         )
         await self._server.start()
+        self.applying.endpoint = self._server.endpoint
         if self._config.control.http_port >= 0:
             self._console = Console(
                 self._config, self.collector, self.operations.all, lambda: self.events.all()[::-1]
@@ -195,6 +208,7 @@ class Controller:
             await self.pools.disown()
         await self.pools.stop()
         await self.collector.close()
+        await self._follower.stop()
         await self.events.stop()
         if self._leadership is not None:
             # Last: whoever takes over is to find workers either as they were or gone.
@@ -264,9 +278,12 @@ class Controller:
             self.events.record("PoolConfigured", text, pool=pool)
         self.operations.resume()
         self._acting = asyncio.create_task(self.reconciler.run(), name="reconciler")
+        self._applying = asyncio.create_task(self.applying.watch(), name="config")
         self.rebalance.start()
         self._led_once = True
         self._led.set()
+        show_leader(True)
+        show_running(self.operations.running())
         log.info("control_leads", endpoint=self.endpoint)
 
     async def _read_roles(self, pool: str) -> None:
@@ -280,15 +297,19 @@ class Controller:
 
     async def _cease(self) -> None:
         self._led.clear()
-        if self._acting is not None:
-            self._acting.cancel()
-            await asyncio.gather(self._acting, return_exceptions=True)
-            self._acting = None
+        show_leader(False)
+        for task in (self._acting, self._applying):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._acting = self._applying = None
         await self.rebalance.stop()
         await self.operations.stop()
 
     def _on_operation(self, operation: pb.Operation, what: str) -> None:
-        kind = pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
+        kind = kind_of(operation)
+        if what in _REASONS:
+            show_operation(operation, what, self.operations.running())
         about = operation.worker.name if operation.HasField("worker") else operation.pool
         text = f"{kind} of {about}"
         if operation.kind == pb.OPERATION_KIND_SCALE:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
+from twinpool import metrics
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.store import Batch, Keys, PrefixWatch, Store
@@ -53,6 +54,8 @@ REASONS: Final[dict[str, str]] = {
     "WorkerStartFailed": "a worker could not start; the message says why",
     "WorkerCrashed": "a worker's process has ended by itself; the message holds what Ray and its log say",
     "WorkerCrashLooping": "a worker has ended several times of late and is started again after a while",
+    "ConfigApplied": "keys of the configuration of running processes were changed",
+    "ConfigRefused": "a process cannot run what was applied and keeps what it had, as a whole; the message says why",
     "ReplicaPending": "Ray has no place for a worker; the message names the resource that is missing",
     "ReplicaPlaced": "Ray has found a place for a worker that was pending",
 }
@@ -132,6 +135,7 @@ class EventLog:
         event.at.GetCurrentTime()
         say = log.warning if warning else log.info
         say("pool_event", reason=reason, pool=pool, subject=event.subject, message=event.message)
+        metrics.CONTROL_EVENTS.labels(reason).inc()
         self._waiting.append(event)
         self._wake.set()
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from twinpool import logs, rpc
+from twinpool import logs, metrics, rpc
 from twinpool.config import TwinpoolConfig
 from twinpool.control.controller import Controller
 from twinpool.rpc import stop_event
@@ -23,12 +23,21 @@ def run(config: TwinpoolConfig) -> int:
 
 async def _control(config: TwinpoolConfig) -> int:
     stopping = stop_event()
+    metrics_endpoint = ""
+    if config.metrics.enabled:
+        port = metrics.start_http(config.metrics.host, config.metrics.port)
+        metrics_endpoint = rpc.join_address(config.metrics.host, port)
     store = await asyncio.to_thread(connect_store, config.cluster)
     controller = Controller(config, store, Path(tempfile.gettempdir()))
     told: asyncio.Future[Any] = asyncio.ensure_future(stopping.wait())
     try:
         await controller.start()
-        log.info("control_serving", endpoint=controller.endpoint, console=controller.console_url)
+        log.info(
+            "control_serving",
+            endpoint=controller.endpoint,
+            console=controller.console_url,
+            metrics=metrics_endpoint,
+        )
         await asyncio.wait([told, controller.failed], return_when=asyncio.FIRST_COMPLETED)
         if controller.failed.done():
             raise controller.failed.result()

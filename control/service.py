@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
+from twinpool.control.applying import ConfigDesk
 from twinpool.control.desk import PoolDesk
 from twinpool.control.events import Filter
 from twinpool.control.operations import Operations
@@ -48,12 +49,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         desk: PoolDesk | None = None,
         rebalance: RebalanceDesk | None = None,
         collector: Collector | None = None,
+        applying: ConfigDesk | None = None,
     ) -> None:
         """``desk`` None: operations on workers are all there is, and nobody else leads. ``rebalance`` None: nobody rebalances
-        pools. ``collector`` None: nobody asks workers and routers how they are."""
+        pools. ``collector`` None: nobody asks workers and routers how they are. ``applying`` None: nobody changes the
+        configuration."""
         self._rebalance = rebalance
         self._view = view
         self._asked = collector
+        self._applying = applying
         self._operations = operations
         self._stopping = asyncio.Event()
         self._own_desk = desk
@@ -239,6 +243,29 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._check(changes=True)
         return await self._rebalance.rebalance(request, _seconds(request))
 
+    async def GetConfig(
+        self,
+        request: control_pb2.GetConfigRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.GetConfigResponse:
+        """See ``ConfigDesk.get``."""
+        return self._config_desk(changes=False).get()
+
+    async def ApplyConfig(
+        self,
+        request: control_pb2.ApplyConfigRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> control_pb2.ApplyConfigResponse:
+        """See ``ConfigDesk.apply``."""
+        return await self._config_desk(changes=True).apply(request)
+
+    def _config_desk(self, *, changes: bool) -> ConfigDesk:
+        """Raises NOT_LEADER or UNIMPLEMENTED."""
+        if self._applying is None:
+            raise TwinpoolError("UNIMPLEMENTED", "this control process changes no configuration")
+        self._check(changes=changes)
+        return self._applying
+
 
 def _filter(request: control_pb2.ListEventsRequest | control_pb2.WatchEventsRequest) -> Filter:
     """The events that are asked for. Raises INVALID_ARGUMENT."""
@@ -286,10 +313,11 @@ class ControlServer:
         desk: PoolDesk | None = None,
         rebalance: RebalanceDesk | None = None,
         collector: Collector | None = None,
+        applying: ConfigDesk | None = None,
     ) -> None:
         """See ``ControlServicer``."""
         self._config = config
-        self._servicer = ControlServicer(view, operations, desk, rebalance, collector)
+        self._servicer = ControlServicer(view, operations, desk, rebalance, collector, applying)
         self._server = Server(config.rpc, config.tls, audit=AuditLog(config.audit.file, "control"))
         self._server.add(SERVICE, control_pb2_grpc.add_ControlServiceServicer_to_server, self._servicer)
         self.endpoint = ""

@@ -33,6 +33,7 @@ class LocalState:
     router_endpoints: list[str] = field(default_factory=list)
     http_endpoints: list[str] = field(default_factory=list)
     console_url: str = ""
+    metrics_endpoint: str = ""
 
     def alive(self) -> bool:
         """Whether the supervising process still runs (a reused pid has another start time)."""

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from twinpool import logs
+from twinpool import logs, metrics
 from twinpool.config import TwinpoolConfig, load_config
 from twinpool.control import state
 from twinpool.control.local import LocalCluster
 from twinpool.errors import TwinpoolError, as_twinpool_error
-from twinpool.rpc import run, stop_event
+from twinpool.rpc import join_address, run, stop_event
 
 log = logs.get_logger(__name__)
 
@@ -43,9 +43,14 @@ async def _supervise(config: TwinpoolConfig, embedded_store: bool, with_parent: 
         _stop_with_parent(stopping)
     directory = state.directory(config.cluster.name)
     cluster = LocalCluster(config, directory, embedded_store=embedded_store)
+    metrics_endpoint = ""
     try:
+        if config.metrics.enabled:
+            # Of the control process, which this one is; workers and routers have their own.
+            port = metrics.start_http(config.metrics.host)
+            metrics_endpoint = join_address(config.metrics.host, port)
         await cluster.start(lambda name, detail: _progress(directory, name, detail), stopping)
-        state.write(_state(config, cluster))
+        state.write(_state(config, cluster, metrics_endpoint))
         log.info("cluster_up", routers=cluster.router_endpoints, control=cluster.control_endpoint)
         await stopping.wait()
         return 0
@@ -72,7 +77,7 @@ def _stop_with_parent(stopping: asyncio.Event) -> None:
     loop.add_reader(parent, gone)
 
 
-def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:
+def _state(config: TwinpoolConfig, cluster: LocalCluster, metrics_endpoint: str) -> state.LocalState:
     process = psutil.Process()
     return state.LocalState(
         cluster=config.cluster.name,
@@ -85,6 +90,7 @@ def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:
         router_endpoints=cluster.router_endpoints,
         http_endpoints=cluster.http_endpoints,
         console_url=cluster.console_url,
+        metrics_endpoint=metrics_endpoint,
     )
 
 

@@ -65,12 +65,15 @@ class Admission:
         traces: TraceBook | None = None,
         prefer: Prefer = lambda _prepared: [],
         saw: Callable[[Prepared], None] = lambda _prepared: None,
+        gave_way: Callable[[int, int], None] = lambda _tokens, _to: None,
     ) -> None:
         """``prefer``: which workers a request is better off with, all else alike; see ``RouterCore.submit``. ``saw``: is told of each
-        request that was accepted."""
+        request that was accepted. ``gave_way``: of each that was preempted, by the lengths of its prompt and of the other one's."""
         self.core = core
         self._prefer = prefer
         self._saw = saw
+        self._gave_way = gave_way
+        self._prompt_tokens: dict[int, int] = {}
         self._traces = TraceBook(core, 0) if traces is None else traces
         self._waiting: dict[int, Admitted] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -82,6 +85,11 @@ class Admission:
         if self._timer is not None:
             self._timer.cancel()
         self._planned = True
+
+    def configure(self, limits: AdmissionConfig) -> None:
+        """Other limits from now on, also for what waits."""
+        self.core.configure(time.monotonic(), limits)
+        self.kick()
 
     @property
     def active(self) -> int:
@@ -114,6 +122,7 @@ class Admission:
         self._traces.begin(submission.request, prepared)
         self._saw(prepared)
         self._waiting[submission.request] = owner
+        self._prompt_tokens[submission.request] = prepared.prompt_tokens
         self.kick()
         return submission.request
 
@@ -141,6 +150,7 @@ class Admission:
     def forget(self, request: int) -> None:
         """Ends the router's interest in a request. One that has not ended by now is cancelled."""
         if self._waiting.pop(request, None) is not None:
+            self._prompt_tokens.pop(request, None)
             after = self.core.advance(time.monotonic(), request, 0, "cancel")
             self._traces.advanced(request, 0, "cancel", "", after)
             self._traces.end(request)
@@ -264,6 +274,7 @@ class Admission:
                 if action.kind == "place":
                     owner.on_placed(action)
                 elif action.kind == "preempt":
+                    self._gave_way(self._prompt_tokens[action.request], self._prompt_tokens.get(action.by, 0))
                     owner.on_preempted(action)
                 else:
                     owner.on_ended(action)

@@ -4,11 +4,13 @@
 import asyncio
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 
 from twinpool import metrics
-from twinpool._core import RouterCore
+from twinpool._core import CoreError, RouterCore
 from twinpool.config import TwinpoolConfig
+from twinpool.errors import ConfigError
 from twinpool.ids import new_incarnation
 from twinpool.logs import get_logger
 from twinpool.membership import EventKind, MemberEvent
@@ -52,6 +54,8 @@ class Router:
     """Start once, stop once, both on the same event loop. Workers come by ``on_member``."""
 
     def __init__(self, config: TwinpoolConfig, name: str) -> None:
+        """``config``: keys that are reloadable are read at each use, see ``LiveConfig.following``; for those of the core see
+        ``prepare``."""
         self.config = config
         self.name = name
         self.incarnation = new_incarnation()
@@ -64,8 +68,10 @@ class Router:
         self.traces = TraceBook(self.core, config.router.trace_requests)
         sessions = Sessions(config.sessions)
         self.beginnings = Beginnings(self.core)
-        self.recent = Recent(config.metrics.short_prompt_tokens)
-        self.admission = Admission(self.core, self.traces, sessions.prefer, self.beginnings.saw)
+        self.recent = Recent(config.metrics)
+        self.admission = Admission(
+            self.core, self.traces, sessions.prefer, self.beginnings.saw, self.recent.gave_way
+        )
         self.tenants = Tenants(config.router.tenants_file)
         self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
         self.tokenize = TokenizeHop(config.router, self.tenants.salt)
@@ -80,9 +86,9 @@ class Router:
             partial(channel, config=config.rpc, tls=config.tls, role="worker", native=self._native),
             pb.Hello(router=name, incarnation=self.incarnation),
         )
-        self.prefixes = PrefixSources(self.fleet, self.admission, config.router.fetch_backoff_seconds)
+        self.prefixes = PrefixSources(self.fleet, self.admission, config.router)
         hops = self._hops(sessions)
-        self.migration = Migration(self.fleet, self.admission, config.router.finish_seconds)
+        self.migration = Migration(self.fleet, self.admission, config.router)
         answers = AnswerMaker(self.models, config.router)
         self.seal = TokenSeal()
         self.kept = KeptBook(hops, answers, self.seal, name, self.incarnation)
@@ -198,6 +204,14 @@ class Router:
         self.models.close()
         self.tokenize.close()
         self.usage.close()
+
+    def prepare(self, config: TwinpoolConfig) -> Callable[[], None]:
+        """Takes the core's limits of another configuration up; see ``live_config.Prepare``."""
+        try:
+            limits = core_config(config.router)
+        except CoreError as error:
+            raise ConfigError(f"router.{error}") from None
+        return partial(self.admission.configure, limits)
 
     def on_member(self, event: MemberEvent[control_pb2.WorkerRecord]) -> None:
         """A worker came, changed or went."""

@@ -61,8 +61,7 @@ class Breakers:
     ) -> None:
         """``hold(worker, seconds, probation)`` gives a worker no work for so long, and then one placement if it is on
         ``probation``. ``replaceable``: whether another worker does the same work."""
-        self._failures_max = config.breaker_failures
-        self._open_seconds = config.breaker_open_seconds
+        self._config = config
         self._hold = hold
         self._replaceable = replaceable
         self._clock = clock
@@ -99,7 +98,7 @@ class Breakers:
 
     def failed(self, key: WorkerKey, peer: WorkerKey | None = None) -> None:
         """The worker failed something; ``peer``: the worker that may be at fault as well."""
-        if not self._failures_max:
+        if not self._config.breaker_failures:
             return
         found = self._breakers.setdefault(key, _Breaker())
         state = self.state(key)
@@ -108,7 +107,7 @@ class Breakers:
         found.failures += 1
         found.peers.add(peer)
         alone = None not in found.peers and len(found.peers) == 1
-        enough = found.failures >= self._failures_max * (2 if alone else 1)
+        enough = found.failures >= self._config.breaker_failures * (2 if alone else 1)
         if (state is BreakerState.HALF_OPEN or enough) and self._replaceable(key):
             self._open(key, found)
 
@@ -130,7 +129,7 @@ class Breakers:
                 continue
             if found.asked_at is None:
                 found.asked_at = now
-            elif now - found.asked_at >= self._open_seconds:
+            elif now - found.asked_at >= self._config.breaker_open_seconds:
                 found.asked_at = now
                 self._hold(key, 0.0, True)
         states = [self.state(key) for key in self._breakers]
@@ -138,7 +137,7 @@ class Breakers:
             metrics.ROUTER_BREAKERS.labels(state.value).set(states.count(state))
 
     def _open(self, key: WorkerKey, found: _Breaker) -> None:
-        seconds = self._open_seconds * min(LONGEST_OPEN, 2**found.trips)
+        seconds = self._config.breaker_open_seconds * min(LONGEST_OPEN, 2**found.trips)
         log.warning("breaker_opened", worker=str(key), failures=found.failures, seconds=seconds)
         metrics.ROUTER_BREAKER_TRIPS.inc()
         found.until = self._clock() + seconds

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from twinpool import logs, metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
+from twinpool.live_config import ConfigFollower, LiveConfig, set_log_level
 from twinpool.logs import get_logger
 from twinpool.membership import REGISTER_SECONDS, Registration, RouterWatch, WorkerWatch
 from twinpool.router.app import Router
@@ -27,6 +28,9 @@ _SYNC_LOG_SECONDS: Final = 5.0
 
 _KEY_RETRY_SECONDS: Final = 1.0
 _KEY_CHECK_SECONDS: Final = 10.0
+
+_CONFIG_SECONDS: Final = 3.0
+# So long a router waits for what was applied of its configuration; after it, it begins as it was started.
 
 _SEGMENTS_SECONDS: Final = 3.0
 # So long the workers wait for what etcd knows of their caches; after it they are asked themselves.
@@ -52,7 +56,11 @@ async def _run(config: TwinpoolConfig) -> int:
         port = metrics.start_http(config.metrics.host, config.metrics.port)
         metrics_endpoint = join_address(config.metrics.host, port)
     store = await asyncio.to_thread(connect_store, config.cluster)
-    router = Router(config, name)
+    live = LiveConfig(config)
+    router = Router(live.following, name)
+    live.on_change(router.prepare)
+    live.on_change(set_log_level)
+    follower = ConfigFollower(live, store, config.cluster.name)
     watch = _worker_watch(config, store, router)
     segments = SegmentView(store, config.cluster.name, router.locality.segments_changed)
     routers = RouterWatch(store, config.cluster.name, on_event=router.others.on_member)
@@ -66,6 +74,7 @@ async def _run(config: TwinpoolConfig) -> int:
             sealing = asyncio.create_task(_use_cluster_key(router, store, known))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(known.wait(), _SEGMENTS_SECONDS)
+        await follower.start(_CONFIG_SECONDS)
         router.locality.use_segments(segments)
         endpoint = await router.start()
         segments.start()
@@ -78,6 +87,7 @@ async def _run(config: TwinpoolConfig) -> int:
             _record(router, metrics_endpoint),
             ttl_seconds=config.cluster.lease_ttl_seconds,
         )
+        follower.tell(registration.update_config)
         await registration.start()
         log.info(
             "router_serving", endpoint=endpoint, http=router.apis.http_endpoint, metrics=metrics_endpoint
@@ -94,6 +104,7 @@ async def _run(config: TwinpoolConfig) -> int:
         await router.stop(config.router.drain_timeout_seconds)
         if sealing is not None:
             sealing.cancel()
+        await follower.stop()
         await watch.stop()
         await routers.stop()
         await asyncio.to_thread(segments.close)

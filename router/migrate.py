@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from twinpool import metrics
+from twinpool.config import RouterSection
 from twinpool.logs import get_logger
 from twinpool.router.admission import Admission
 from twinpool.router.placement import Fleet
@@ -17,24 +18,24 @@ log = get_logger(__name__)
 
 
 class Migration:
-    """One a router. ``finish_seconds``: how long answers may end by themselves first."""
+    """One a router. ``finish_seconds`` of its limits: how long answers may end by themselves first."""
 
     def __init__(
         self,
         fleet: Fleet,
         admission: Admission,
-        finish_seconds: float,
+        limits: RouterSection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
-        self._finish_seconds = finish_seconds
+        self._limits = limits
         self._clock = clock
 
     def watch(self) -> None:
         """Moves what is due. Called often; each call looks at the workers that leave alone."""
         for key, since in self._fleet.leaving():
-            if self._clock() - since < self._finish_seconds or not self._fleet.replaceable(key):
+            if self._clock() - since < self._limits.finish_seconds or not self._fleet.replaceable(key):
                 continue
             moved = sum(owner.on_leaving(key) for owner in self._admission.owners_on(key))
             if moved:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from twinpool import metrics
 from twinpool._core import Action
+from twinpool.config import RouterSection
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.router.admission import Admission
@@ -36,13 +37,13 @@ class PrefixSources:
         self,
         fleet: Fleet,
         admission: Admission,
-        backoff_seconds: float,
+        limits: RouterSection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``backoff_seconds``: how long a source that did not deliver is not named again."""
+        """``limits``: ``fetch_backoff_seconds``: how long a source that did not deliver is not named again."""
         self._fleet = fleet
         self._admission = admission
-        self._backoff_seconds = backoff_seconds
+        self._limits = limits
         self._clock = clock
         self._barred: dict[WorkerKey, float] = {}
 
@@ -74,7 +75,7 @@ class PrefixSources:
         metrics.ROUTER_PREFIX_FETCHES.labels(reason).inc()
         log.info("prefix_not_fetched", owner=str(source.key), reason=reason, blocks=source.message.blocks)
         if said.failure != pb.FAILURE_REASON_NOT_CACHED:
-            self._barred[source.key] = self._clock() + self._backoff_seconds
+            self._barred[source.key] = self._clock() + self._limits.fetch_backoff_seconds
 
     def _is_barred(self, key: WorkerKey) -> bool:
         now = self._clock()

@@ -13,6 +13,7 @@ from prometheus_client import Counter
 from prometheus_client.samples import Sample
 
 from twinpool import metrics
+from twinpool.config import MetricsConfig
 from twinpool.sketch import SLOT_SECONDS, WINDOW_SECONDS, Sketch, summary
 from twinpool.v1 import telemetry_pb2 as pb
 
@@ -30,9 +31,9 @@ Key = tuple[str, str]
 class Recent:
     """One a router. On its event loop."""
 
-    def __init__(self, short_prompt_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """``short_prompt_tokens``: longest prompt of a request that counts as short."""
-        self._short = short_prompt_tokens
+    def __init__(self, config: MetricsConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """``config``: ``short_prompt_tokens``: longest prompt of a request that counts as short."""
+        self._config = config
         self._clock = clock
         self.ttft, self.itl, self.short_ttft = Sketch(clock), Sketch(clock), Sketch(clock)
         self._copies: deque[tuple[float, Mapping[Key, float]]] = deque()
@@ -42,9 +43,15 @@ class Recent:
         """A request's first token is about to be written, so long after the request's arrival."""
         metrics.ROUTER_TTFT.observe(seconds)
         self.ttft.add(seconds)
-        if prompt_tokens <= self._short:
+        if prompt_tokens <= self._config.short_prompt_tokens:
             metrics.ROUTER_SHORT_TTFT.observe(seconds)
             self.short_ttft.add(seconds)
+
+    def gave_way(self, prompt_tokens: int, to_tokens: int) -> None:
+        """A request was preempted for another one; both by the lengths of their prompts."""
+        most = self._config.short_prompt_tokens
+        kinds = ("long" if tokens > most else "short" for tokens in (prompt_tokens, to_tokens))
+        metrics.ROUTER_PREEMPTIONS.labels("_by_".join(kinds)).inc()
 
     def next_tokens(self, seconds: float) -> None:
         """Further tokens are about to be written, so long after the ones before."""

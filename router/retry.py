@@ -32,20 +32,20 @@ class FailedAttempt(Protocol):
 class RetryBudget:
     """Retries that may still be made. Pure."""
 
-    def __init__(self, ratio: float, burst: float) -> None:
-        self._ratio = ratio
-        self._burst = burst
-        self.left = burst
+    def __init__(self, config: RouterSection) -> None:
+        """``config``: read at each use."""
+        self._config = config
+        self.left = config.retry_burst
 
     def request(self) -> None:
         """A request has come."""
-        self.left = min(self._burst, self.left + self._ratio)
+        self.left = min(self._config.retry_burst, self.left + self._config.retry_ratio)
 
     def take(self, *, forced: bool) -> bool:
         """Whether a retry may be made; ``forced``: it is made anyway."""
         if self.left < 1 and not forced:
             return False
-        self.left = max(-self._burst, self.left - 1)
+        self.left = max(-self._config.retry_burst, self.left - 1)
         return True
 
 
@@ -53,7 +53,7 @@ class Retries:
     """What the router makes of failed attempts. One a router, on the event loop alone."""
 
     def __init__(self, config: RouterSection, breakers: Breakers) -> None:
-        self.budget = RetryBudget(config.retry_ratio, config.retry_burst)
+        self.budget = RetryBudget(config)
         self._breakers = breakers
 
     def requested(self) -> None:

@@ -58,7 +58,7 @@ class SideCalls(ABC):
         self._tokenize = tokenize
         self._tenants = tenants
         self._usage = usage
-        self._max_detokenized = config.router.max_prompt_tokens
+        self._limits = config.router
         self._sessions = hops.sessions
         self._max_pinned_tokens = config.sessions.max_pinned_tokens
         self._pins = Pins(config.sessions, hops.fleet)
@@ -89,10 +89,10 @@ class SideCalls(ABC):
         target = self._models.resolve(wanted.model)
         self._tenants.check_model(tenant, target.group.model)
         ids = wanted.token_ids.ids
-        if len(ids) > self._max_detokenized:
+        if len(ids) > self._limits.max_prompt_tokens:
             raise TwinpoolError(
                 "PROMPT_TOO_LONG",
-                f"token_ids.ids has {len(ids)} ids; the limit is {self._max_detokenized}",
+                f"token_ids.ids has {len(ids)} ids; the limit is {self._limits.max_prompt_tokens}",
                 field="token_ids.ids",
             )
         skip = not wanted.keep_special_tokens

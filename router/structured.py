@@ -65,15 +65,15 @@ class GrammarCheck:
 
     def check(self, grammar: str, field: str = "structured") -> None:
         """Raises INVALID_GRAMMAR with the reason. May take a second for a large one."""
-        with self._lock:
-            if grammar in self._good:
-                self._good.move_to_end(grammar)
-                return
         size = len(grammar.encode())
         if size > self._limits.max_grammar_bytes:
             raise _refusal(
                 field, f"makes a grammar of {size} bytes; the limit is {self._limits.max_grammar_bytes}"
             )
+        with self._lock:
+            if grammar in self._good:
+                self._good.move_to_end(grammar)
+                return
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
         if failed:
             text = " ".join(messages[0].split())

@@ -440,6 +440,10 @@ class RouterCore:
         max_priority: int = 100,
     ) -> None:
         """Own limits of a tenant instead of the defaults. ``weight``: its share against other tenants of its band."""
+    def configure(self, now: float, config: AdmissionConfig) -> None:
+        """Other limits from now on, as if the core had begun with them; requests that wait keep the end of their time in the queue.
+        CoreError for another value of a field that counts at the start alone: ``index_max_bytes``, ``expected_output_ratio`` and
+        ``prior_*``."""
     def workers(self) -> list[dict[str, object]]: ...
     def requests_on(self, name: str, incarnation: int) -> list[tuple[int, int]]:
         """(request, attempt) of all attempts that need the worker now."""
@@ -547,6 +551,9 @@ class Action:
     def request(self) -> int: ...
     @property
     def attempt(self) -> int: ...
+    @property
+    def by(self) -> int:
+        """Of "preempt": the request that it gives way to."""
     @property
     def prefill(self) -> tuple[str, int]: ...
     @property

@@ -91,8 +91,13 @@ def setup(level: str = "info", json: bool | None = None, stream: TextIO | None =
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
         )
     )
+    logging.getLogger().handlers[:] = [handler]
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """The least level that is written from now on, one of ``LEVELS``."""
     root = logging.getLogger()
-    root.handlers[:] = [handler]
     root.setLevel(level.upper())
     for name, minimum in _STDLIB_MIN_LEVEL.items():
         logging.getLogger(name).setLevel(max(minimum, root.level))

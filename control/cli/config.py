@@ -10,7 +10,10 @@ from twinpool.config import TwinpoolConfig, config_schema, load_config
 from twinpool.control.cli.output import EXIT_USAGE, Format, emit_data, err, fail
 from twinpool.errors import ConfigError
 
-app = typer.Typer(help="Show, check and document the configuration.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show, check and document the configuration, and change that of running processes.",
+    no_args_is_help=True,
+)
 
 FileArgument = Annotated[Path | None, typer.Argument(help="YAML file; default: $TWINPOOL_CONFIG.")]
 FormatChoice = Annotated[Format, typer.Option("--output", "-o", help="yaml or json.")]

@@ -9,7 +9,7 @@ import typer
 
 import twinpool
 from twinpool import logs
-from twinpool.control.cli import config, core, describe, get, model, serve
+from twinpool.control.cli import applied, config, core, describe, get, model, serve
 from twinpool.control.cli.cordon import cordon, uncordon
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
@@ -53,6 +53,8 @@ app.command()(rebalance)
 app.command()(top)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
+config.app.command(name="apply")(applied.apply)
+config.app.command(name="live")(applied.live)
 app.add_typer(config.app, name="config")
 app.add_typer(core.app, name="core")
 app.command(name="replay")(replay_command)

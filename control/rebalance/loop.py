@@ -6,11 +6,13 @@ anew, or another one that leads from now on, keeps the pace.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from twinpool import metrics
 from twinpool.config import RebalanceSection
 from twinpool.control.rebalance.decision import Decision
 from twinpool.control.rebalance.history import KEPT, History, Move
@@ -54,7 +56,8 @@ class RebalanceLoop:
         drain_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``drain_seconds``: how long a worker that flips waits for its requests at most. ``clock``: seconds since the epoch, as in
+        """``settings``: read at each use.
+        ``drain_seconds``: how long a worker that flips waits for its requests at most. ``clock``: seconds since the epoch, as in
         the operations' records."""
         self.settings = settings
         self.policy = Policy(settings)
@@ -63,6 +66,7 @@ class RebalanceLoop:
         self._clock = clock
         self._pools: dict[str, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
 
     def start(self) -> None:
         """Begins to watch."""
@@ -73,6 +77,10 @@ class RebalanceLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Its settings have changed: they count from now on, not after the interval."""
+        self._wake.set()
 
     def telemetry(self, pool: str) -> Telemetry | None:
         """A pool as it was at the last decision; None if it is not known yet."""
@@ -97,7 +105,9 @@ class RebalanceLoop:
                 except Exception as error:
                     # One pool's trouble must not end the loop for the others.
                     log.exception("rebalance_failed", pool=spec.pool, type=type(error).__name__)
-            await asyncio.sleep(self.settings.interval_seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self.settings.interval_seconds)
+            self._wake.clear()
 
     async def tick(self, spec: pb.PoolSpec) -> Decision | None:
         """Decides once about a pool. None: its load could not be read."""
@@ -114,6 +124,7 @@ class RebalanceLoop:
         decision = self.policy.decide(watched.telemetry, spec, watched.history, now)
         watched.history = watched.history.asked(decision.wish, now)
         watched.decision = decision
+        metrics.CONTROL_REBALANCE_DECISIONS.labels(spec.pool, decision.kind, decision.reason).inc()
         if spec.auto:
             await self._act(spec.pool, watched, decision, now)
         return decision

@@ -14,10 +14,12 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from twinpool import metrics
 from twinpool.config import TwinpoolConfig
 from twinpool.control.actors import Look
 from twinpool.control.cordons import Cordons
 from twinpool.control.events import EventLog
+from twinpool.control.gauges import show_pools
 from twinpool.control.operations import Operations
 from twinpool.control.pools import RayPools
 from twinpool.control.reconcile.crashes import CrashBook
@@ -94,13 +96,19 @@ class Reconciler:
         while not await self._view.wait_synced(SYNC_SECONDS):
             self._wait_for("etcd is away")
         while True:
+            began, outcome = time.monotonic(), "done"
             try:
-                await self._turn()
+                if not await self._turn():
+                    outcome = "waited"
             except TwinpoolError as error:
+                outcome = "waited" if error.reason == "STORE_UNAVAILABLE" else "failed"
                 self._wait_for(f"{error.reason}: {error.message}")
             except Exception as error:
+                outcome = "failed"
                 log.exception("reconcile_failed", pool=self._pool)
                 self._wait_for(f"{type(error).__name__}: {error}")
+            metrics.CONTROL_RECONCILE_TIME.labels(outcome).observe(time.monotonic() - began)
+            show_pools(self.status(spec.pool) for spec in self._specs.all())
             await self._view.changed(CLOCK_SECONDS)
 
     # --- what others ask
@@ -143,12 +151,13 @@ class Reconciler:
 
     # --- one look
 
-    async def _turn(self) -> None:
+    async def _turn(self) -> bool:
+        """Whether it looked; it must not act on what it cannot trust."""
         if not self._leads():
             self._wait_for("this process does not lead")
-            return
+            return False
         if not self._trusted():
-            return
+            return False
         await self._resync()
         records = {record.worker.name: record for record in self._view.workers(self._pool)}
         now = time.monotonic()
@@ -161,11 +170,12 @@ class Reconciler:
         if not self._pools.managed:
             self._waiting = ""
             self.turns += 1
-            return
+            return True
         await self._explain(looks)
         changed = await self._change(looks)
         self._waiting = ""
         self.turns += not changed
+        return True
 
     def _trusted(self) -> bool:
         """Whether the list of workers can be acted on."""

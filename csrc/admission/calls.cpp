@@ -71,6 +71,15 @@ void describe_actions(std::ostream& text, const std::vector<Row>& rows) {
 
 }  // namespace
 
+AdmissionConfig Configure::config() const {
+  require(fields.size() == values.size(), "log: limits");
+  AdmissionConfig config;
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    config.set(fields[i], values[i]);
+  }
+  return config;
+}
+
 void encode(std::string& out, const Nothing& /*nothing*/) {
   put(out, Outcome::nothing);
 }
@@ -162,6 +171,8 @@ std::string describe(const Call& call) {
         } else if constexpr (std::is_same_v<C, Extend>) {
           text << "extend request=" << c.request << " prompt=" << c.prompt_tokens << " output=" << c.max_new_tokens
                << " blocks=" << c.hashes.size() / prefix::k_hash_bytes;
+        } else if constexpr (std::is_same_v<C, Configure>) {
+          text << "configure";
         } else {
           static_assert(std::is_same_v<C, LongestPrefix>);
           text << "longest_prefix blocks=" << c.hashes.size() / prefix::k_hash_bytes;

@@ -264,10 +264,25 @@ struct LongestPrefix {
   }
 };
 
+struct Configure {
+  double now;
+  std::vector<std::string> fields;
+  std::vector<double> values;
+  template <typename A>
+  void archive(A& a) {
+    a(now, fields, values);
+  }
+  [[nodiscard]] AdmissionConfig config() const;
+  Nothing run(RouterCore& core) const {
+    core.configure(now, config());
+    return {};
+  }
+};
+
 /// In the order of their numbers in a log.
 using Call = std::variant<UpsertWorker, RemoveWorker, ReportLoad, Quarantine, ObservePrefill, ObserveTransfer,
                           SetCostModel, SetTenant, IndexStored, IndexRemoved, IndexCleared, Submit, Plan, Advance,
-                          Forget, LongestPrefix, Extend>;
+                          Forget, LongestPrefix, Extend, Configure>;
 
 /// What a call led to, as bytes that are equal where the outcomes are.
 void encode(std::string& out, const Nothing& nothing);

@@ -35,6 +35,19 @@ void FairQueue::age(double now) {
   }
 }
 
+void FairQueue::set_ageing(double now, double seconds) {
+  ageing_seconds_ = seconds;
+  for (auto& [id, line] : lines_) {
+    const double latest = now + seconds;
+    if (line.promote_at > latest) {
+      if (promotions_.erase({line.promote_at, id}) > 0) {
+        promotions_.emplace(latest, id);
+      }
+      line.promote_at = latest;
+    }
+  }
+}
+
 // In its own band a line competes with what it has paid; as a guest it comes level with the one served last there.
 void FairQueue::compete(LineId id, Line& line, int level) {
   Band& band = bands_[level];

@@ -55,6 +55,8 @@ class FairQueue {
   QueuePlace push(double now, const QueueItem& item);
   /// Lifts the lines that were not served for long enough.
   void age(double now);
+  /// From now on lines rise after that time; none waits longer than it for its next step.
+  void set_ageing(double now, double seconds);
 
   /// Visits candidates of the highest band in order: lines by virtual time, the first ``k_depth`` requests of each.
   /// Returns the request that the visitor takes and charges its line; 0 if it takes none. The visitor must not change

@@ -37,6 +37,7 @@ void Recorder::stop() {
 
 void Recorder::new_half() {
   newer_ = Half{};
+  newer_.limits = config_values(core_.config());
   // Strings that grow by doubling would take twice the bytes, and stop the core to move them.
   newer_.state.reserve(older_.state.size() + older_.state.size() / 8);
   newer_.calls.reserve(half_bytes_ + k_spare_bytes);
@@ -74,7 +75,7 @@ std::string Recorder::raw() const {
   const Half& first = older_.count > 0 ? older_ : newer_;
   std::string raw;
   Writer writer(raw);
-  writer(config_fields(), config_values(core_.config()), first.state, older_.count + newer_.count);
+  writer(config_fields(), first.limits, first.state, older_.count + newer_.count);
   raw += older_.calls;
   raw += newer_.calls;
   return raw;
@@ -88,12 +89,7 @@ ReplayReport replay(std::span<const char> log, const std::function<void(const st
   std::string state;
   std::uint64_t count = 0;
   reader(fields, values, state, count);
-  require(fields.size() == values.size(), "log: limits");
-  AdmissionConfig config;
-  for (std::size_t i = 0; i < fields.size(); ++i) {
-    config.set(fields[i], values[i]);
-  }
-  RouterCore core(config);
+  RouterCore core(calls::Configure{0.0, std::move(fields), std::move(values)}.config());
   core.load(state);
 
   ReplayReport report;

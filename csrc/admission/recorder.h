@@ -55,6 +55,7 @@ class Recorder {
 
  private:
   struct Half {
+    std::vector<double> limits;
     std::string state;
     std::string calls;
     std::uint64_t count = 0;

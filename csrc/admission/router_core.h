@@ -68,6 +68,7 @@ struct Action {
   Kind kind = Kind::place;
   std::uint64_t request = 0;
   std::uint32_t attempt = 0;
+  std::uint64_t by = 0;  // of preempt: the request that it gives way to
   WorkerName prefill;
   WorkerName decode;
   WorkerName fetch_from;  // empty name: nothing is fetched
@@ -95,6 +96,11 @@ class RouterCore {
   RouterCore(const RouterCore&) = delete;
   RouterCore& operator=(const RouterCore&) = delete;
   ~RouterCore() = default;
+
+  /// Other limits from now on, as if the core had begun with them: requests that wait are placed, ordered and refused
+  /// by them, but keep the end of their time in the queue. Throws CoreError, and changes nothing, for another value of
+  /// a field that counts at the start alone (router_configure.cpp).
+  void configure(double now, const AdmissionConfig& config);
 
   // Cluster view (router_workers.cpp). Figures of unknown incarnations are ignored: they are late.
   void upsert_worker(double now, const placement::WorkerSpec& spec);

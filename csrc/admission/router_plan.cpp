@@ -231,6 +231,7 @@ bool RouterCore::preempt_for(double now, Pool& from, const Request& request, std
   action.kind = Action::Kind::preempt;
   action.request = victim.id;
   action.attempt = victim.attempt;
+  action.by = request.id;
   if (const placement::Worker* worker = workers_.get(pair.prefill)) {
     action.prefill = {worker->spec.name, worker->spec.incarnation};
   }

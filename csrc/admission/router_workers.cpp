@@ -6,32 +6,6 @@
 
 namespace twinpool::admission {
 
-namespace {
-
-placement::PlacementLimits placement_limits(const AdmissionConfig& config) {
-  placement::PlacementLimits limits;
-  limits.prefill_window_tokens = config.prefill_window_tokens;
-  limits.transfer_window_requests = config.transfer_window_requests;
-  limits.harm_weight = config.harm_weight;
-  limits.prefix_fetch = config.prefix_fetch != 0;
-  limits.local_prefill = config.local_prefill != 0;
-  return limits;
-}
-
-placement::ModelPriors model_priors(const AdmissionConfig& config) {
-  return {config.prior_prefill_seconds, config.prior_prefill_token_seconds, config.prior_transfer_seconds,
-          config.prior_transfer_block_seconds};
-}
-
-}  // namespace
-
-RouterCore::RouterCore(const AdmissionConfig& config)
-    : config_(config),
-      index_(static_cast<std::size_t>(config.index_max_bytes)),
-      workers_(index_, model_priors(config)),
-      placer_(workers_, placement_limits(config)),
-      tenants_(config_) {}
-
 void RouterCore::upsert_worker(double /*now*/, const placement::WorkerSpec& spec) {
   workers_.upsert(spec);
 }

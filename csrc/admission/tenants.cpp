@@ -19,10 +19,22 @@ void Tenants::configure(double now, const std::string& name, const TenantLimits&
           "tenant limits; allowed: 0 (no limit) or more");
   require(limits.max_priority >= -100 && limits.max_priority <= 100, "tenant max_priority; allowed: -100 to 100");
   Tenant& tenant = tenants_[id(now, name)];
+  limit(now, tenant, limits);
+  tenant.configured = true;
+}
+
+void Tenants::reconfigure(double now) {
+  for (const auto& [name, id] : by_name_) {
+    if (!tenants_[id].configured) {
+      limit(now, tenants_[id], defaults());
+    }
+  }
+}
+
+void Tenants::limit(double now, Tenant& tenant, const TenantLimits& limits) const noexcept {
   refill(now, tenant);
   const double burst_before = tenant.limits.burst_tokens;
   tenant.limits = limits;
-  tenant.configured = true;
   if (tenant.limits.burst_tokens <= 0) {
     tenant.limits.burst_tokens = limits.tokens_per_second * k_default_burst_seconds;
   }

@@ -38,6 +38,8 @@ class Tenants {
 
   /// Throws CoreError if a limit is out of range.
   void configure(double now, const std::string& name, const TenantLimits& limits);
+  /// The configuration has changed: tenants without own settings get what it says.
+  void reconfigure(double now);
   /// The number of a tenant, kept while the tenant has requests, own settings or a bucket that is not full.
   TenantId id(double now, const std::string& name);
 
@@ -72,6 +74,7 @@ class Tenants {
     }
   };
 
+  void limit(double now, Tenant& tenant, const TenantLimits& limits) const noexcept;
   void refill(double now, Tenant& tenant) const noexcept;
   void collect(double now);
   [[nodiscard]] TenantLimits defaults() const noexcept;

@@ -90,6 +90,17 @@ void bind_cluster(py::class_<Self>& core) {
       },
       py::arg("now"), py::arg("tenant"), py::kw_only(), py::arg("weight") = 1.0, py::arg("max_requests") = 0,
       py::arg("tokens_per_second") = 0.0, py::arg("burst_tokens") = 0.0, py::arg("max_priority") = 100);
+  core.def(
+      "configure",
+      [](Self& self, double now, const ad::AdmissionConfig& config) {
+        calls::Configure call{now, {}, {}};
+        for (const std::string_view field : ad::AdmissionConfig::fields()) {
+          call.fields.emplace_back(field);
+          call.values.push_back(config.get(field));
+        }
+        make(self, call);
+      },
+      py::arg("now"), py::arg("config"));
   core.def("workers", [](Self& self) {
     const CoreLock lock(self.mutex);
     return worker_dicts(self.core);

@@ -63,6 +63,7 @@ void bind_results(py::module_& module) {
           })
       .def_readonly("request", &Action::request)
       .def_readonly("attempt", &Action::attempt)
+      .def_readonly("by", &Action::by)
       .def_readonly("prefill", &Action::prefill)
       .def_readonly("decode", &Action::decode)
       .def_property_readonly("fetch_from",

@@ -121,6 +121,8 @@ class Placer {
       : workers_(workers),
         limits_(limits) {}
 
+  /// For placements from now on.
+  void set_limits(const PlacementLimits& limits) noexcept { limits_ = limits; }
   /// Changes nothing but the scratch memory.
   void choose(const Query& query, Decision& decision);
   /// Counts a placement, so that the next tie goes elsewhere.

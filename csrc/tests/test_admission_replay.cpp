@@ -70,12 +70,21 @@ class Script {
       return calls::Plan{now_};
     case 17:
       return calls::Forget{1 + random_() % std::max(1U, submitted_)};
+    case 18:
+      return random_() % 8 == 0 ? configure() : advance();
     default:
       return advance();
     }
   }
 
  private:
+  Call configure() {
+    return calls::Configure{
+        now_,
+        {"preemption", "max_queue_requests", "prefill_window_tokens", "ageing_seconds", "max_tenant_requests"},
+        {1.0, static_cast<double>(4 + random_() % 40), static_cast<double>(200 + random_() % 2000),
+         0.05 + static_cast<double>(random_() % 20) * 1e-2, static_cast<double>(random_() % 20)}};
+  }
   calls::Bytes some_hashes() {
     return {hashes_.begin(), hashes_.begin() + static_cast<std::ptrdiff_t>(16 * (random_() % 13))};
   }
@@ -141,7 +150,7 @@ TEST(AdmissionReplay, ASavedCoreGoesOnAsIfNothingHadHappened) {
     }
     std::string state;
     first.save(state);
-    RouterCore second(config());
+    RouterCore second(first.config());
     second.load(state);
     EXPECT_EQ(first.stats(), second.stats());
     EXPECT_GT(first.stats()["reservations"], 0) << "the test saves nothing of interest";

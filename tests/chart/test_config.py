@@ -101,22 +101,20 @@ def test_processes_listen_and_are_known_where_the_pod_says(docs: list[Doc], tmp_
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         role = container["args"][1]
         if role == "control":
-            listens = {"grpc": config.control.port}
-            host = config.control.host
+            listens, host = {"grpc": config.control.port, "metrics": config.metrics.port}, config.control.host
         else:
             part = config.router if role == "router" else config.worker
             listens, host = {"grpc": part.port, "metrics": config.metrics.port}, part.host
             # A record with another name would be refused by everybody.
             assert part.name == name
             assert is_name(part.name)
-            assert config.metrics.enabled
-            assert config.metrics.host == POD_IP
             if role == "router":
                 listens["http"] = config.router.http_port
             else:
                 events = config.kv_events.port
                 listens |= {"events": events, "replay": events + 1}
-        assert host == POD_IP
+        assert config.metrics.enabled
+        assert host == config.metrics.host == POD_IP
         assert ports == listens, name
         assert len(set(ports.values())) == len(ports)
 

@@ -197,6 +197,7 @@ async def test_a_release_answers_and_ends(world: World) -> None:
     assert b'"tiny"' in page(f"http://{router.ip}:8000/v1/models")
     for part in ("router", "prefill", "decode"):
         assert b"twinpool_membership_registered 1.0" in page(f"http://{world.of(part).ip}:9090/metrics")
+    assert b"twinpool_control_leader 1.0" in page(f"http://{world.of('control').ip}:9090/metrics")
     check_store(world)
     assert unknown_connections(world) == set()
     await check_operator(world)
@@ -224,6 +225,7 @@ async def test_a_release_with_mutual_tls_answers(world: World) -> None:
     command = (sys.executable, "-m", "twinpool.control.cli.main", "health", f"{router.ip}:50051")
     plain = await asyncio.create_subprocess_exec(*command)
     assert await plain.wait() == 3
+    assert b"twinpool_control_leader 1.0" in page(f"http://{world.of('control').ip}:9090/metrics")
     check_store(world)
     assert unknown_connections(world) == set()
     await check_operator(world)

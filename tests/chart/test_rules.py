@@ -82,7 +82,7 @@ def test_prometheus_finds_the_services_with_metrics(everything: list[Doc]) -> No
         doc for doc in everything if doc["kind"] == "Service" and wanted <= doc["metadata"]["labels"].items()
     ]
     parts = {doc["metadata"]["labels"]["app.kubernetes.io/component"] for doc in found}
-    assert parts == {"router", "prefill", "decode", "etcd"}
+    assert parts == {"router", "prefill", "decode", "control", "etcd"}
     for doc in found:
         assert endpoint["port"] in {port["name"] for port in doc["spec"]["ports"]}
         # Each pod by itself, not one behind a balancer.

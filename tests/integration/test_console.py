@@ -233,10 +233,8 @@ async def scraped(cluster: Cluster) -> dict[str, dict[str, set[str]]]:
                 found[sample.name] = set(sample.labels)
         return found
 
-    return {
-        name: await asyncio.to_thread(read, at)
-        for name, at in endpoints(await get(cluster, "/api/overview")).items()
-    }
+    places = endpoints(await get(cluster, "/api/overview")) | {"control": cluster.state.metrics_endpoint}
+    return {name: await asyncio.to_thread(read, at) for name, at in places.items()}
 
 
 def own(names: set[str]) -> set[str]:
@@ -254,7 +252,7 @@ async def test_every_process_shows_the_documented_metrics_and_no_other(cluster: 
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert all(f"`{shown_name(metric)}`" in page for metric in known())
     processes = await scraped(cluster)
-    assert len(processes) == 4
+    assert len(processes) == 5
     for process, series in processes.items():
         assert own(set(series)) == documented, process
     roles = [(series["twinpool_worker_utilization_ratio"], process) for process, series in processes.items()]

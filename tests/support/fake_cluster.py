@@ -14,6 +14,7 @@ from tests.support.fake_worker import Fabric, FakeWorker, Script
 from tests.support.waiting import until
 from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError, from_rpc_error
+from twinpool.live_config import LiveConfig
 from twinpool.router.app import Router
 from twinpool.v1 import control_pb2, inference_pb2_grpc
 from twinpool.v1 import inference_pb2 as pb
@@ -61,8 +62,9 @@ class Answer:
 class FakeCluster:
     """``workers`` by name; ``router`` and a ``stub`` to it."""
 
-    def __init__(self, router: Router, fabric: Fabric) -> None:
+    def __init__(self, router: Router, fabric: Fabric, live: LiveConfig) -> None:
         self.router = router
+        self.live = live
         self.fabric = fabric
         self.workers: dict[str, FakeWorker] = {}
         self.channel = grpc.aio.insecure_channel(
@@ -79,6 +81,11 @@ class FakeCluster:
         await made.start()
         self.router.fleet.upsert(made.record())
         return made
+
+    def apply(self, **values: object) -> None:
+        """Other keys of the router's section, as an operator applies them."""
+        applied = {f"router.{name}": value for name, value in values.items()}
+        assert self.live.take(self.live.generation + 1, applied), self.live.refusal
 
     async def ready(self) -> None:
         """Every worker's stream is up, every tokenizer is loaded."""
@@ -166,9 +173,11 @@ async def fake_cluster(
         rpc={"connect_timeout_seconds": 2.0},  # type: ignore[arg-type]
         audit={"file": audit_file},  # type: ignore[arg-type]
     )
-    router = Router(config, "router-test")
+    live = LiveConfig(config)
+    router = Router(live.following, "router-test")
+    live.on_change(router.prepare)
     await router.start()
-    cluster = FakeCluster(router, Fabric())
+    cluster = FakeCluster(router, Fabric(), live)
     fields: dict[str, object] = {"model_path": str(model_path)} | record
     try:
         for number in range(prefill):

@@ -152,7 +152,7 @@ async def fake_pair(
     ) as one:
         router = Router(one.router.config, "router-other")
         await router.start()
-        other = FakeCluster(router, one.fabric)
+        other = FakeCluster(router, one.fabric, one.live)
         other.workers = one.workers
         for made in one.workers.values():
             router.fleet.upsert(made.record())

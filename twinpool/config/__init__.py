@@ -3,10 +3,11 @@
 
 from twinpool.config.audit import AuditConfig
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
-from twinpool.config.model import TwinpoolConfig
+from twinpool.config.model import TwinpoolConfig, fields, sections
 from twinpool.config.page import config_schema
 from twinpool.config.pools import ControlSection, PoolsSection
 from twinpool.config.rebalance import RebalanceSection
+from twinpool.config.reload import Values, check_reloadable, overlay, reloadable, source_of, value_at
 from twinpool.config.router import RouterSection
 from twinpool.config.rpc import RpcConfig
 from twinpool.config.sections import (
@@ -47,10 +48,18 @@ __all__ = [
     "TracingConfig",
     "TransferConfig",
     "TwinpoolConfig",
+    "Values",
     "WorkerSection",
+    "check_reloadable",
     "config_schema",
     "env_name",
+    "fields",
     "load_config",
+    "overlay",
+    "reloadable",
+    "sections",
+    "source_of",
     "to_env",
     "to_yaml",
+    "value_at",
 ]

@@ -4,12 +4,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
 
 from twinpool.ids import is_name
+
+RELOADABLE: Final[JsonDict] = {"reloadable": True}
+"""Marks a key that running processes take up: ``json_schema_extra=RELOADABLE``. A test shows of each that they do."""
+
+
+def is_reloadable(field: FieldInfo) -> bool:
+    """Whether running processes take the key up."""
+    return field.json_schema_extra == RELOADABLE
 
 
 class Section(BaseModel):

@@ -50,7 +50,7 @@ def load_config(
     try:
         return TwinpoolConfig.model_validate(merged)
     except ValidationError as error:
-        raise _explain(error, origin) from None
+        raise explain(error, origin) from None
 
 
 _Layer = dict[str, tuple[object, str]]
@@ -141,7 +141,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
 
 
-def _explain(error: ValidationError, origin: Mapping[str, str]) -> ConfigError:
+def explain(error: ValidationError, origin: Mapping[str, str]) -> ConfigError:
     """All faults in one message: a user who fixes one at a time is a user lost."""
     lines: list[str] = []
     first = ""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
 from pydantic.fields import FieldInfo
 
+from twinpool.config.base import is_reloadable
 from twinpool.config.load import env_name
 from twinpool.config.model import TwinpoolConfig, sections
 
@@ -28,6 +29,9 @@ scheduler:
 
 The environment variable of `kv.num_blocks` is `TWINPOOL_KV__NUM_BLOCKS`. An unknown key is an error that
 names the nearest known one. Secrets are given as paths of files, never as values.
+
+Keys that are *live* can be changed in all running processes at once, without a restart: `twinpool config apply`, see
+[config-apply.md](config-apply.md). The others are read at the start of a process.
 """
 
 
@@ -41,11 +45,12 @@ def render() -> str:
     parts = [_HEAD]
     for section, kind in sections().items():
         parts.append(f"\n## {section}\n\n{(kind.__doc__ or '').strip()}\n\n")
-        parts.append("| key | default | values | meaning |\n|---|---|---|---|\n")
+        parts.append("| key | default | values | live | meaning |\n|---|---|---|---|---|\n")
         for name, info in kind.model_fields.items():
             default = _text(info.get_default(call_default_factory=True))
             meaning = (info.description or "").replace("|", "\\|")
-            parts.append(f"| `{section}.{name}` | {default} | {_values(info)} | {meaning} |\n")
+            live = "yes" if is_reloadable(info) else ""
+            parts.append(f"| `{section}.{name}` | {default} | {_values(info)} | {live} | {meaning} |\n")
     parts.append(
         f"\nExample of a variable: `{env_name('cluster', 'etcd_endpoints')}=10.0.0.1:2379,10.0.0.2:2379`.\n"
     )

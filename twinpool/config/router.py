@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's section: where it listens, what a request may contain, how much may wait."""
+"""The router's section: where it listens, how much may wait, and how it places."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from twinpool.config.base import Name, OptionalName, Section
+from twinpool.config.base import RELOADABLE, Name, OptionalName
+from twinpool.config.requests import RequestLimits
 
 MiB = 1 << 20
 
 
-class RouterSection(Section):
+class RouterSection(RequestLimits):
     """A router."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
@@ -45,54 +46,6 @@ class RouterSection(Section):
         description="Most memory of tokenised beginnings of conversations, in bytes: some 10 to 20 a token. 0: none are kept.",
     )
 
-    max_message_bytes: int = Field(
-        default=16 * MiB,
-        ge=1024,
-        le=1 << 30,
-        description="Largest request of a client, in bytes. Bounds memory a request.",
-    )
-    max_prompt_tokens: int = Field(
-        default=1 << 20,
-        ge=1,
-        le=1 << 26,
-        description="Longest prompt in tokens, whatever the model's context limit is.",
-    )
-    max_prompt_chars: int = Field(
-        default=8 * MiB,
-        ge=1,
-        le=1 << 28,
-        description="Longest prompt in characters, checked before it is tokenised.",
-    )
-    max_output_tokens: int = Field(
-        default=1 << 17, ge=1, le=1 << 26, description="Largest max_tokens of a request."
-    )
-    max_choices: int = Field(
-        default=16, ge=1, le=16, description="Largest n. Each choice holds its own blocks."
-    )
-    max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives a token.")
-    max_scored_prompt_tokens: int = Field(
-        default=1 << 15,
-        ge=1,
-        le=1 << 26,
-        description="Longest prompt with prompt_logprobs, in tokens: each takes up to 300 bytes on its way, and a journal or an "
-        "answer by HTTP that is not streamed holds all of them.",
-    )
-    max_stop_strings: int = Field(
-        default=16, ge=0, le=256, description="Most stop strings; each is searched in every answer."
-    )
-    max_stop_string_chars: int = Field(
-        default=256,
-        ge=1,
-        le=4096,
-        description="Longest stop string in characters; so much text may be held back.",
-    )
-    max_stop_token_ids: int = Field(default=64, ge=0, le=4096, description="Most stop token ids.")
-    max_logit_biases: int = Field(
-        default=1024, ge=0, le=4096, description="Most tokens of a request whose logits are changed."
-    )
-    max_chat_messages: int = Field(
-        default=4096, ge=1, le=1 << 20, description="Most turns of a conversation."
-    )
     chat_template: str = Field(
         default="",
         max_length=4096,
@@ -123,110 +76,147 @@ class RouterSection(Section):
     max_usage_tenants: int = Field(
         default=10_000, ge=1, le=1 << 24, description="Most tenants whose usage is counted apart."
     )
-    max_grammar_bytes: int = Field(
-        default=256 * 1024, ge=1, le=1 << 26, description="Largest grammar of an answer's form, in bytes."
-    )
-    max_tools: int = Field(default=512, ge=0, le=1 << 16, description="Most tools of a conversation.")
-    max_tenant_chars: int = Field(default=64, ge=1, le=256, description="Longest tenant name in characters.")
 
     max_queue_requests: int = Field(
-        default=4096, ge=1, le=1 << 24, description="Most requests that may wait."
+        default=4096,
+        ge=1,
+        le=1 << 24,
+        description="Most requests that may wait.",
+        json_schema_extra=RELOADABLE,
     )
     max_queue_tokens: int = Field(
-        default=8 << 20, ge=1, le=1 << 40, description="Most prompt tokens that may wait, over all requests."
+        default=8 << 20,
+        ge=1,
+        le=1 << 40,
+        description="Most prompt tokens that may wait, over all requests.",
+        json_schema_extra=RELOADABLE,
     )
     max_queue_bytes: int = Field(
-        default=256 * MiB, ge=1024, le=1 << 40, description="Most memory of waiting requests, in bytes."
+        default=256 * MiB,
+        ge=1024,
+        le=1 << 40,
+        description="Most memory of waiting requests, in bytes.",
+        json_schema_extra=RELOADABLE,
     )
     max_tenant_requests: int = Field(
-        default=0, ge=0, le=1 << 24, description="Most requests of one tenant in flight; 0: no limit."
+        default=0,
+        ge=0,
+        le=1 << 24,
+        description="Most requests of one tenant in flight; 0: no limit.",
+        json_schema_extra=RELOADABLE,
     )
     tenant_tokens_per_second: float = Field(
         default=0.0,
         ge=0,
         le=1e12,
         description="Token rate of one tenant, prompt and max_tokens together; 0: no limit.",
+        json_schema_extra=RELOADABLE,
     )
     tenant_burst_tokens: float = Field(
         default=0.0,
         ge=0,
         le=1e12,
         description="Tokens that a tenant may take at once above its rate; 0: ten seconds' worth.",
+        json_schema_extra=RELOADABLE,
     )
     tenant_max_priority: int = Field(
         default=100,
         ge=-100,
         le=100,
         description="Highest priority of a tenant; higher ones are lowered to it.",
+        json_schema_extra=RELOADABLE,
     )
     queue_ttl_seconds: float = Field(
-        default=60.0, gt=0, le=86400, description="Longest wait in the queue, in seconds."
+        default=60.0,
+        gt=0,
+        le=86400,
+        description="Longest wait in the queue, in seconds.",
+        json_schema_extra=RELOADABLE,
     )
     ageing_seconds: float = Field(
         default=10.0,
         gt=0,
         le=86400,
         description="A waiting request rises one priority each time this passes, in seconds.",
+        json_schema_extra=RELOADABLE,
     )
     order_stretch: float = Field(
         default=4.0,
         ge=0,
         le=1000,
         description="Without a deadline, a request is due this many times its expected compute later: short ones first; 0: by arrival.",
+        json_schema_extra=RELOADABLE,
     )
     max_bypass: int = Field(
         default=32,
         ge=0,
         le=1 << 20,
         description="Most smaller requests that may go before one that does not fit yet.",
+        json_schema_extra=RELOADABLE,
     )
     refuse_without_workers: bool = Field(
         default=False,
         description="Refuse a request at once where a role has no worker at all, instead of waiting for one.",
+        json_schema_extra=RELOADABLE,
     )
     early_rejection: bool = Field(
         default=True,
         description="Refuse a request whose answer of the usual length would not end before its deadline, by what was measured.",
+        json_schema_extra=RELOADABLE,
     )
     preemption: bool = Field(
         default=False,
         description="Let a request of higher priority take the place of a preemptible lower one that has no token yet.",
+        json_schema_extra=RELOADABLE,
     )
     preemption_grace_seconds: float = Field(
-        default=0.5, ge=0, le=86400, description="How long the higher one waits first, in seconds."
+        default=0.5,
+        ge=0,
+        le=86400,
+        description="How long the higher one waits first, in seconds.",
+        json_schema_extra=RELOADABLE,
     )
     max_attempts: int = Field(
-        default=3, ge=1, le=100, description="Most placements of one request until its client has a token."
+        default=3,
+        ge=1,
+        le=100,
+        description="Most placements of one request until its client has a token.",
+        json_schema_extra=RELOADABLE,
     )
     max_resumes: int = Field(
         default=4,
         ge=0,
         le=1000,
         description="How often an answer of which the client has tokens goes on at the next token on other workers. 0: it fails.",
+        json_schema_extra=RELOADABLE,
     )
     retry_ratio: float = Field(
         default=0.2,
         ge=0,
         le=100,
         description="How many failed attempts may be placed anew for each request. Lost workers, and refusals, do not count.",
+        json_schema_extra=RELOADABLE,
     )
     retry_burst: float = Field(
         default=100.0,
         ge=0,
         le=1e6,
         description="Largest such budget, and the one at the start. 0 with retry_ratio 0: what a worker failed fails.",
+        json_schema_extra=RELOADABLE,
     )
     breaker_failures: int = Field(
         default=5,
         ge=0,
         le=1 << 20,
         description="Failures of a worker in a row after which it gets no work for a while, if another one does the same; 0: never.",
+        json_schema_extra=RELOADABLE,
     )
     breaker_open_seconds: float = Field(
         default=5.0,
         gt=0,
         le=3600,
         description="How long it gets none before one request may prove it, in seconds; twice that each time it fails, at most 16 times.",
+        json_schema_extra=RELOADABLE,
     )
     retry_backoff_seconds: float = Field(
         default=0.1,
@@ -234,54 +224,67 @@ class RouterSection(Section):
         le=3600,
         description="How long a request waits before it goes back to a worker that failed it, where all others did too, in seconds; "
         "doubled with each failure, at most 64 times as long. 0: not at all.",
+        json_schema_extra=RELOADABLE,
     )
     max_refusals: int = Field(
         default=64,
         ge=0,
         le=1 << 20,
         description="Most refusals of one request by workers without room or about to leave; they cost no attempt.",
+        json_schema_extra=RELOADABLE,
     )
     refusal_backoff_seconds: float = Field(
         default=0.25,
         gt=0,
         le=3600,
         description="How long a worker that refused gets no request of that size, in seconds, unless its load changes.",
+        json_schema_extra=RELOADABLE,
     )
     finish_seconds: float = Field(
         default=1.0,
         ge=0,
         le=86400,
         description="How long answers on a decode worker that drains or flips may end by themselves before they go on elsewhere.",
+        json_schema_extra=RELOADABLE,
     )
     prefill_window_tokens: int = Field(
         default=16384,
         ge=1,
         le=1 << 30,
         description="Most prompt tokens placed on one prefill worker at a time; the rest waits where it can still be placed elsewhere.",
+        json_schema_extra=RELOADABLE,
     )
     transfer_window_requests: int = Field(
-        default=32, ge=1, le=1 << 16, description="Most hand-offs towards one decode worker at a time."
+        default=32,
+        ge=1,
+        le=1 << 16,
+        description="Most hand-offs towards one decode worker at a time.",
+        json_schema_extra=RELOADABLE,
     )
     prefix_fetch: bool = Field(
         default=True,
         description="Let a worker pull a cached prefix from any other where that is predicted to be faster than computing it.",
+        json_schema_extra=RELOADABLE,
     )
     fetch_backoff_seconds: float = Field(
         default=10.0,
         ge=0,
         le=3600,
         description="How long no prefix is pulled from a worker that did not deliver one, in seconds.",
+        json_schema_extra=RELOADABLE,
     )
     local_prefill: bool = Field(
         default=True,
         description="Let a decode worker compute a prompt itself where that is predicted to cost less than a hand-off, "
         "its running streams included.",
+        json_schema_extra=RELOADABLE,
     )
     harm_weight: float = Field(
         default=0.1,
         ge=0,
         le=1000,
         description="Seconds of delay of a prompt that a second of slowed streams is worth in a placement.",
+        json_schema_extra=RELOADABLE,
     )
     expected_output_ratio: float = Field(
         default=0.5,
@@ -300,9 +303,14 @@ class RouterSection(Section):
         ge=0,
         le=3600,
         description="Shortest delay that a refusal asks a client to wait, in seconds.",
+        json_schema_extra=RELOADABLE,
     )
     retry_after_max_seconds: float = Field(
-        default=60.0, ge=0, le=86400, description="Longest such delay, in seconds."
+        default=60.0,
+        ge=0,
+        le=86400,
+        description="Longest such delay, in seconds.",
+        json_schema_extra=RELOADABLE,
     )
     prior_prefill_seconds: float = Field(
         default=0.002,
@@ -333,6 +341,7 @@ class RouterSection(Section):
         gt=0,
         le=600,
         description="Longest wait for a decode worker to reserve, in seconds. It answers between two of its steps.",
+        json_schema_extra=RELOADABLE,
     )
     max_buffered_tokens: int = Field(
         default=16384,
@@ -346,18 +355,13 @@ class RouterSection(Section):
         le=86400,
         description="Longest time that a client may read nothing while an event waits for it, in seconds; then its stream fails.",
     )
-    max_stream_requests: int = Field(
-        default=128,
-        ge=1,
-        le=1 << 16,
-        description="Most requests of one ModelStreamInfer stream at a time; the next is read when one of them has ended.",
-    )
     stream_interval_seconds: float = Field(
         default=0.0,
         ge=0,
         le=10,
         description="Least time between two messages of one stream after its first token, in seconds; tokens gather "
         "meanwhile. 0: each step's tokens are sent at once. Larger values save most of the router's work a token.",
+        json_schema_extra=RELOADABLE,
     )
     cancel_timeout_seconds: float = Field(
         default=5.0,
@@ -369,15 +373,6 @@ class RouterSection(Section):
         default=30.0, ge=0, le=86400, description="Longest wait for running streams at a stop, in seconds."
     )
 
-    resume_grace_seconds: float = Field(
-        default=30.0,
-        gt=0,
-        le=86400,
-        description="How long an answer with an idempotency key goes on and is kept without a client, if its request does not say.",
-    )
-    max_resume_grace_seconds: float = Field(
-        default=300.0, ge=0, le=86400, description="Longest resume_grace of a request, in seconds."
-    )
     resume_bytes: int = Field(
         default=256 * MiB,
         ge=0,

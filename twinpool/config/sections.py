@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from twinpool.config.base import Endpoints, Name, OptionalName, Section
+from twinpool.config.base import RELOADABLE, Endpoints, Name, OptionalName, Section
 
 MiB = 1 << 20
 
@@ -312,7 +312,7 @@ class LogConfig(Section):
     """Logs on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level that is written."
+        default="info", description="Least level that is written.", json_schema_extra=RELOADABLE
     )
     format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: JSON unless stderr is a terminal."
@@ -335,6 +335,7 @@ class MetricsConfig(Section):
         ge=1,
         le=1 << 30,
         description="Longest prompt whose time to first token counts among those of short ones, too.",
+        json_schema_extra=RELOADABLE,
     )
 
 

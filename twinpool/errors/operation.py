@@ -114,6 +114,20 @@ OPERATION: Final = (
         "Correct the key that the message names; docs/configuration.md lists all.",
     ),
     ErrorSpec(
+        "CONFIG_REFUSED",
+        C.INVALID_ARGUMENT,
+        False,
+        "the configuration cannot be changed so while processes run",
+        "Correct the keys that the message names; nothing was changed. docs/configuration.md marks the keys that can be.",
+    ),
+    ErrorSpec(
+        "CONFIG_CHANGED",
+        C.ABORTED,
+        True,
+        "the configuration has changed meanwhile",
+        "Nothing was changed. Look at `twinpool config live`, then apply again.",
+    ),
+    ErrorSpec(
         "CHECKPOINT_INVALID",
         C.FAILED_PRECONDITION,
         False,

@@ -12,7 +12,7 @@ from twinpool import metrics
 from twinpool.logs import get_logger
 from twinpool.membership.records import Record, incarnation_of, key_of, problem_of
 from twinpool.store import Keys, Lease, LeaseKeeper, Store
-from twinpool.v1.control_pb2 import WorkerRecord, WorkerState
+from twinpool.v1.control_pb2 import ConfigState, WorkerRecord, WorkerState
 from twinpool.v1.worker_pb2 import Role
 
 WRITTEN_SECONDS: Final = 0.25
@@ -108,6 +108,13 @@ class Registration:
             if not isinstance(self._record, WorkerRecord):
                 raise TypeError("only a worker's record can be cordoned")
             self._record.cordoned = cordoned
+            self._value = self._encode()
+        self._keeper.nudge()
+
+    def update_config(self, state: ConfigState) -> None:
+        """Says which applied configuration the process runs. Returns at once, as ``update_state``."""
+        with self._lock:
+            self._record.config.CopyFrom(state)
             self._value = self._encode()
         self._keeper.nudge()
 

@@ -24,6 +24,7 @@ from twinpool.metric_buckets import (
     TTFT_BUCKETS,
 )
 from twinpool.metric_endpoint import start_http as start_http
+from twinpool.metrics.control import *  # noqa: F403
 from twinpool.metrics.roles import *  # noqa: F403
 from twinpool.metrics.store import *  # noqa: F403
 from twinpool.metrics.transfer import *  # noqa: F403
@@ -33,6 +34,12 @@ from twinpool.metrics.transfer import *  # noqa: F403
 BUILD_INFO: Final = Info("twinpool_build", "Version of the process.")
 BUILD_INFO.info({"version": __version__, "python": platform.python_version()})
 AUDIT_WRITE_FAILURES = Counter("twinpool_audit_write_failures", "Audit lines that their file did not get.")
+CONFIG_GENERATION = Gauge(
+    "twinpool_config_generation", "Generation of the applied configuration that the process runs; 0: none."
+)
+CONFIG_REFUSALS = Counter(
+    "twinpool_config_refusals", "Applied configurations that the process refused, as a whole."
+)
 
 # --- router: requests ---------------------------------------------------------------------
 
@@ -60,6 +67,12 @@ ROUTER_REJECTIONS = Counter(
     "twinpool_router_rejections", "Requests refused at admission, by reason.", ["reason"]
 )
 ROUTER_ATTEMPTS = Counter("twinpool_router_attempts", "Placements made.")
+ROUTER_PREEMPTIONS = Counter(
+    "twinpool_router_preemptions",
+    "Requests that gave way to one of higher priority before their first token, by the lengths of the two prompts: long_by_short, "
+    "long_by_long, short_by_short, short_by_long. Short is what metrics.short_prompt_tokens says.",
+    ["kind"],
+)
 ROUTER_RETRIES = Counter(
     "twinpool_router_retries", "Attempts that failed and were placed anew, by failure reason.", ["reason"]
 )
@@ -108,7 +121,7 @@ ROUTER_TTFT = Histogram(
 )
 ROUTER_SHORT_TTFT = Histogram(
     "twinpool_router_short_time_to_first_token_seconds",
-    "As twinpool_router_time_to_first_token_seconds, of prompts of at most router.short_prompt_tokens.",
+    "As twinpool_router_time_to_first_token_seconds, of prompts of at most metrics.short_prompt_tokens.",
     buckets=TTFT_BUCKETS,
 )
 ROUTER_ITL = Histogram(

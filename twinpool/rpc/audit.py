@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -63,6 +64,7 @@ METHODS: Final = {
     "ControlService/RebalancePool": Audited(
         True, "pool", ("prefill", "decode", "auto", "dry_run", "timeout")
     ),
+    "ControlService/ApplyConfig": Audited(True, "", ("values", "reset", "dry_run", "generation")),
     "ControlService/ListRequests": Audited(False, "router", ("state", "pool")),
     "RouterService/InspectRouter": Audited(False),
     "RouterService/LookupPrefix": Audited(False, "tenant", ("model", "adapter")),
@@ -233,10 +235,13 @@ def _who(context: Context) -> dict[str, object]:
 
 def _shown(request: Any, field: str) -> str | float:
     """A field of a request; "" if it is not set. A worker is shown as its name and incarnation, a duration in seconds, a value of
-    an enumeration by its name."""
+    an enumeration by its name, several in a row."""
     value: Any = getattr(request, field, "")
     if isinstance(value, str):
         return value[:CHARS_MAX]
+    if isinstance(value, Sequence):
+        parts = (each if isinstance(each, str) else f"{each.key}={each.value}" for each in value)
+        return ", ".join(parts)[:CHARS_MAX]
     about = request.DESCRIPTOR.fields_by_name[field]
     if about.has_presence and not request.HasField(field):
         return ""

@@ -94,6 +94,16 @@ class Keys:
         return f"{self.cordons}{_part(worker)}"
 
     @property
+    def config(self) -> str:
+        """Prefix of what operators have changed of the configuration."""
+        return f"{self.root}config/"
+
+    @property
+    def applied_config(self) -> str:
+        """Key of all that they have changed."""
+        return f"{self.config}applied"
+
+    @property
     def events(self) -> str:
         """Prefix of what has happened."""
         return f"{self.root}events/"

@@ -1433,6 +1433,7 @@ class WorkerRecord(_message.Message):
     STEP_COST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     CORDONED_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool it belongs to."""
     role: _worker_pb2.Role.ValueType
@@ -1497,6 +1498,10 @@ class WorkerRecord(_message.Message):
         measured.
         """
 
+    @_builtins.property
+    def config(self) -> Global___ConfigState:
+        """The applied configuration that it runs."""
+
     def __init__(
         self,
         *,
@@ -1525,10 +1530,11 @@ class WorkerRecord(_message.Message):
         step_cost: Global___CostModel | None = ...,
         epoch: _builtins.int = ...,
         cordoned: _builtins.bool = ...,
+        config: Global___ConfigState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_cost", b"prefill_cost", "started_at", b"started_at", "step_cost", b"step_cost", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "prefill_cost", b"prefill_cost", "started_at", b"started_at", "step_cost", b"step_cost", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cordoned", b"cordoned", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "config", b"config", "cordoned", b"cordoned", "endpoint", b"endpoint", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "events_endpoint", b"events_endpoint", "family", b"family", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "metrics_endpoint", b"metrics_endpoint", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "pid", b"pid", "pool", b"pool", "prefill_cost", b"prefill_cost", "replay_endpoint", b"replay_endpoint", "role", b"role", "started_at", b"started_at", "state", b"state", "step_cost", b"step_cost", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1609,6 +1615,7 @@ class RouterRecord(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
     HTTP_ENDPOINT_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -1625,6 +1632,10 @@ class RouterRecord(_message.Message):
     def started_at(self) -> _timestamp_pb2.Timestamp:
         """When this incarnation started."""
 
+    @_builtins.property
+    def config(self) -> Global___ConfigState:
+        """The applied configuration that it runs."""
+
     def __init__(
         self,
         *,
@@ -1635,10 +1646,11 @@ class RouterRecord(_message.Message):
         pid: _builtins.int = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
         http_endpoint: _builtins.str = ...,
+        config: Global___ConfigState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "http_endpoint", b"http_endpoint", "incarnation", b"incarnation", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "pid", b"pid", "started_at", b"started_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "endpoint", b"endpoint", "http_endpoint", b"http_endpoint", "incarnation", b"incarnation", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "pid", b"pid", "started_at", b"started_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2158,3 +2170,312 @@ class ListRequestsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class ConfigValue(_message.Message):
+    """A key of the configuration and its value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """SECTION.KEY, as in docs/configuration.md."""
+    value: _builtins.str
+    """The value as JSON."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigValue: _TypeAlias = ConfigValue  # noqa: Y015
+
+@_typing.final
+class AppliedConfig(_message.Message):
+    """What operators have changed of the configuration of all processes, as it lies in etcd. It rules over what a process was
+    started with.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Counter of changes, from 1."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigValue]:
+        """The keys that it sets, ordered by name."""
+
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """When it was applied."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        values: _abc.Iterable[Global___ConfigValue] | None = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "generation", b"generation", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppliedConfig: _TypeAlias = AppliedConfig  # noqa: Y015
+
+@_typing.final
+class ConfigState(_message.Message):
+    """Which applied configuration a process runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Its generation; 0: none was applied."""
+    refused: _builtins.int
+    """The last generation that the process refused, as a whole, since it took another one; 0: none."""
+    refusal: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "refusal", b"refusal", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigState: _TypeAlias = ConfigState  # noqa: Y015
+
+@_typing.final
+class GetConfigRequest(_message.Message):
+    """Asks for the configuration in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetConfigRequest: _TypeAlias = GetConfigRequest  # noqa: Y015
+
+@_typing.final
+class ConfigKey(_message.Message):
+    """A key as it is in force in the control process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RELOADABLE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """SECTION.KEY."""
+    value: _builtins.str
+    """The value as JSON."""
+    source: _builtins.str
+    """Where it comes from: "applied"; "start", the process's own flags, environment or file; or "default"."""
+    reloadable: _builtins.bool
+    """Whether ApplyConfig can change it."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.str = ...,
+        source: _builtins.str = ...,
+        reloadable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "reloadable", b"reloadable", "source", b"source", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigKey: _TypeAlias = ConfigKey  # noqa: Y015
+
+@_typing.final
+class ConfigProcess(_message.Message):
+    """A process and what it runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"control", "router" or "worker"."""
+    name: _builtins.str
+    """Its name; of a control process its address."""
+    @_builtins.property
+    def state(self) -> Global___ConfigState:
+        """What it runs."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        state: Global___ConfigState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigProcess: _TypeAlias = ConfigProcess  # noqa: Y015
+
+@_typing.final
+class GetConfigResponse(_message.Message):
+    """The configuration in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLIED_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def applied(self) -> Global___AppliedConfig:
+        """What was applied; unset: nothing."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigKey]:
+        """All keys, in the order of the sections. Other processes may have been started with other values of keys that were not applied."""
+
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigProcess]:
+        """The processes that are registered, and the control process that answers."""
+
+    def __init__(
+        self,
+        *,
+        applied: Global___AppliedConfig | None = ...,
+        keys: _abc.Iterable[Global___ConfigKey] | None = ...,
+        processes: _abc.Iterable[Global___ConfigProcess] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "keys", b"keys", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetConfigResponse: _TypeAlias = GetConfigResponse  # noqa: Y015
+
+@_typing.final
+class ApplyConfigRequest(_message.Message):
+    """Asks to change keys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """Only check, and say what would change."""
+    generation: _builtins.int
+    """The generation that the change was made for; another one refuses it. Unset: whichever there is."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigValue]:
+        """The new values."""
+
+    @_builtins.property
+    def reset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys that are to be as each process was started, "*" for all."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[Global___ConfigValue] | None = ...,
+        reset: _abc.Iterable[_builtins.str] | None = ...,
+        dry_run: _builtins.bool = ...,
+        generation: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "dry_run", b"dry_run", "generation", b"generation", "reset", b"reset", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__generation: _TypeAlias = _typing.Literal["generation"]  # noqa: Y015
+    _WhichOneofArgType__generation: _TypeAlias = _typing.Literal["_generation", b"_generation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generation) -> _WhichOneofReturnType__generation | None: ...
+
+Global___ApplyConfigRequest: _TypeAlias = ApplyConfigRequest  # noqa: Y015
+
+@_typing.final
+class ConfigChange(_message.Message):
+    """One key that changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """SECTION.KEY."""
+    before: _builtins.str
+    """The value before, as JSON."""
+    after: _builtins.str
+    """The value now."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        before: _builtins.str = ...,
+        after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigChange: _TypeAlias = ConfigChange  # noqa: Y015
+
+@_typing.final
+class ApplyConfigResponse(_message.Message):
+    """What has changed, or would."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation that is in force now; of a dry run the one before the change."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigChange]:
+        """Ordered by key; none: nothing changes."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        changes: _abc.Iterable[Global___ConfigChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyConfigResponse: _TypeAlias = ApplyConfigResponse  # noqa: Y015

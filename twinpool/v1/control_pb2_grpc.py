@@ -120,6 +120,16 @@ class ControlServiceStub:
                 request_serializer=twinpool_dot_v1_dot_control__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_control__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetConfig = channel.unary_unary(
+                '/twinpool.v1.ControlService/GetConfig',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.GetConfigRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.GetConfigResponse.FromString,
+                _registered_method=True)
+        self.ApplyConfig = channel.unary_unary(
+                '/twinpool.v1.ControlService/ApplyConfig',
+                request_serializer=twinpool_dot_v1_dot_control__pb2.ApplyConfigRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_control__pb2.ApplyConfigResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -246,6 +256,20 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetConfig(self, request, context):
+        """The configuration that is in force, where each value comes from, and who runs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyConfig(self, request, context):
+        """Changes keys of the configuration that running processes take up: all that is asked for, or nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -333,6 +357,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=twinpool_dot_v1_dot_control__pb2.ListRequestsRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_control__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'GetConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetConfig,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.GetConfigRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.GetConfigResponse.SerializeToString,
+            ),
+            'ApplyConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyConfig,
+                    request_deserializer=twinpool_dot_v1_dot_control__pb2.ApplyConfigRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_control__pb2.ApplyConfigResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -795,6 +829,60 @@ class ControlService:
             '/twinpool.v1.ControlService/ListRequests',
             twinpool_dot_v1_dot_control__pb2.ListRequestsRequest.SerializeToString,
             twinpool_dot_v1_dot_control__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/GetConfig',
+            twinpool_dot_v1_dot_control__pb2.GetConfigRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.GetConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.ControlService/ApplyConfig',
+            twinpool_dot_v1_dot_control__pb2.ApplyConfigRequest.SerializeToString,
+            twinpool_dot_v1_dot_control__pb2.ApplyConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,10 @@ class ControlServiceStub:
     """The same again and again, until the caller ends the stream."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListRequestsRequest, _control_pb2.ListRequestsResponse]
     """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens."""
+    GetConfig: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetConfigRequest, _control_pb2.GetConfigResponse]
+    """The configuration that is in force, where each value comes from, and who runs it."""
+    ApplyConfig: _grpc.UnaryUnaryMultiCallable[_control_pb2.ApplyConfigRequest, _control_pb2.ApplyConfigResponse]
+    """Changes keys of the configuration that running processes take up: all that is asked for, or nothing."""
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -111,6 +115,10 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """The same again and again, until the caller ends the stream."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_control_pb2.ListRequestsRequest, _control_pb2.ListRequestsResponse]  # type: ignore[assignment]
     """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens."""
+    GetConfig: _aio.UnaryUnaryMultiCallable[_control_pb2.GetConfigRequest, _control_pb2.GetConfigResponse]  # type: ignore[assignment]
+    """The configuration that is in force, where each value comes from, and who runs it."""
+    ApplyConfig: _aio.UnaryUnaryMultiCallable[_control_pb2.ApplyConfigRequest, _control_pb2.ApplyConfigResponse]  # type: ignore[assignment]
+    """Changes keys of the configuration that running processes take up: all that is asked for, or nothing."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators call. The control process serves it."""
@@ -252,5 +260,21 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListRequestsResponse, _abc.Awaitable[_control_pb2.ListRequestsResponse]]:
         """Requests that run, and those that ended of late, of all routers. Holds no text and no tokens."""
+
+    @_abc_1.abstractmethod
+    def GetConfig(
+        self,
+        request: _control_pb2.GetConfigRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetConfigResponse, _abc.Awaitable[_control_pb2.GetConfigResponse]]:
+        """The configuration that is in force, where each value comes from, and who runs it."""
+
+    @_abc_1.abstractmethod
+    def ApplyConfig(
+        self,
+        request: _control_pb2.ApplyConfigRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ApplyConfigResponse, _abc.Awaitable[_control_pb2.ApplyConfigResponse]]:
+        """Changes keys of the configuration that running processes take up: all that is asked for, or nothing."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

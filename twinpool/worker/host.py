@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,28 +21,32 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from twinpool import metrics, rpc, tracing
 from twinpool.config import TwinpoolConfig
-from twinpool.engine.calibration import Calibration
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.ids import WorkerKey, new_incarnation
+from twinpool.live_config import ConfigFollower, LiveConfig, set_log_level
 from twinpool.logs import get_logger
 from twinpool.membership import Registration
 from twinpool.store import Store, connect_store
 from twinpool.v1 import worker_pb2 as pb
-from twinpool.v1.control_pb2 import CostModel, WorkerRecord, WorkerState
+from twinpool.v1.control_pb2 import WorkerRecord, WorkerState
 from twinpool.worker.commands import worker_id
+from twinpool.worker.endings import logged, quietly
 from twinpool.worker.flip import NAMES, RoleFlip
 from twinpool.worker.health import Health
 from twinpool.worker.kv_events import EventPublisher, SegmentWriter
 from twinpool.worker.prefix_offer import PrefixOffer
 from twinpool.worker.role_book import RoleBook
 from twinpool.worker.serving import Serving
-from twinpool.worker.stack import EngineStack, Facts, build_stack, describe
+from twinpool.worker.stack import EngineStack, Facts, build_stack, describe, measured
 from twinpool.worker.step_loop import LoopEndedError
 
 ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 STREAM_GRACE_SECONDS: Final = 1.0
 """How long streams that are told to end may take to send what is queued."""
+
+CONFIG_SECONDS: Final = 3.0
+"""Longest wait for what was applied of the configuration."""
 
 SEGMENT_STOP_SECONDS: Final = 5.0
 """Longest wait for a write to etcd that is under way when the worker stops."""
@@ -84,6 +88,7 @@ class WorkerHost:
         self._events: EventPublisher | None = None
         self._segments: SegmentWriter | None = None
         self._book: RoleBook | None = None
+        self._live: ConfigFollower | None = None
         self._flip: RoleFlip | None = None
         self._following: asyncio.Task[None] | None = None
         self._recalled = True
@@ -114,7 +119,7 @@ class WorkerHost:
             if self._server is not None:
                 await self._server.set_serving(False)
             if self._health.live:
-                with _logged("drain"):
+                with logged("drain"):
                     await self._leave(self._serving, seconds)
         await self._close()
         log.info("worker_stopped", worker=str(self.key))
@@ -186,6 +191,7 @@ class WorkerHost:
         self._events.open(config.worker.host)
         self._store = await asyncio.to_thread(connect_store, config.cluster)
         await self._recall_role(self._store)
+        await self._follow_config(self._store)
         tracing.setup(config.tracing, self._role_name, self.key.name)
         stack = await self._load(facts, self._store)
         self._serving = Serving(config, self._role_name, self.key, stack, self._events.publish, self._cordon)
@@ -194,7 +200,7 @@ class WorkerHost:
         await self._server.start()
         assert self._registration is not None
         self._start_events(self._events, self._store, self._registration)
-        self._registration.complete(_measured(stack.calibration))
+        self._registration.complete(measured(stack.calibration))
         self._registration.update_state(WorkerState.WORKER_STATE_READY)
         self._health = Health(
             config.worker,
@@ -223,6 +229,13 @@ class WorkerHost:
         if last is not None and ROLES[self._role_name] != last:
             log.info("role_recalled", worker=str(self.key), configured=self._role_name, role=NAMES[last])
             self._role_name = NAMES[last]
+
+    async def _follow_config(self, store: Store) -> None:
+        """A worker that starts later runs what was applied before; without etcd it begins as it was started."""
+        live = LiveConfig(self._config)
+        live.on_change(set_log_level)
+        self._live = ConfigFollower(live, store, self._config.cluster.name)
+        await self._live.start(CONFIG_SECONDS)
 
     def _start_flips(self, serving: Serving, registration: Registration, health: Health) -> None:
         assert self._book is not None
@@ -285,6 +298,8 @@ class WorkerHost:
             await asyncio.wait({loading, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if checked.is_set():
                 self._registration = self._make_registration(facts, store)
+                if self._live is not None:
+                    self._live.tell(self._registration.update_config)
                 await self._registration.start()
             return await asyncio.shield(loading)
         finally:
@@ -352,47 +367,26 @@ class WorkerHost:
 
     async def _close(self) -> None:
         """Ends what there is, each part even if another one fails: first what others see, last what it stands on."""
-        await _quietly("flip", self._end_flip())
+        await quietly("flip", self._end_flip())
         if self._health is not None:
-            await _quietly("health", self._health.stop())
+            await quietly("health", self._health.stop())
         if self._segments is not None:
             # Before the lease ends, so that no segment is left without one.
-            await _quietly("segments", asyncio.to_thread(self._segments.stop, SEGMENT_STOP_SECONDS))
+            await quietly("segments", asyncio.to_thread(self._segments.stop, SEGMENT_STOP_SECONDS))
         if self._registration is not None:
-            await _quietly("registration", self._registration.stop())
+            await quietly("registration", self._registration.stop())
         if self._serving is not None:
-            await _quietly("streams", self._serving.close_streams())
+            await quietly("streams", self._serving.close_streams())
         if self._server is not None:
-            await _quietly("server", self._server.stop(STREAM_GRACE_SECONDS))
+            await quietly("server", self._server.stop(STREAM_GRACE_SECONDS))
         if self._serving is not None:
-            await _quietly("threads", self._serving.stop())
-        await _quietly("tracing", asyncio.to_thread(tracing.shutdown))
+            await quietly("threads", self._serving.stop())
+        if self._live is not None:
+            await quietly("config", self._live.stop())
+        await quietly("tracing", asyncio.to_thread(tracing.shutdown))
         if self._events is not None:
-            await _quietly("events", asyncio.to_thread(self._events.close))
+            await quietly("events", asyncio.to_thread(self._events.close))
         if self._store is not None:
-            await _quietly("store", asyncio.to_thread(self._store.close))
+            await quietly("store", asyncio.to_thread(self._store.close))
         self._registration = self._serving = self._server = self._store = None
-        self._events = self._segments = self._health = None
-
-
-def _measured(calibration: Calibration) -> WorkerRecord:
-    """The fields of the record that the calibration gives."""
-    prefill, step = calibration
-    return WorkerRecord(
-        prefill_cost=None if prefill is None else CostModel(**prefill._asdict()),
-        step_cost=None if step is None else CostModel(**step._asdict()),
-    )
-
-
-async def _quietly(part: str, ending: Awaitable[object]) -> None:
-    with _logged(part):
-        await ending
-
-
-@contextlib.contextmanager
-def _logged(part: str) -> Iterator[None]:
-    """A part that does not end properly must not keep the others from ending."""
-    try:
-        yield
-    except Exception:
-        log.exception("stop_failed", part=part)
+        self._events = self._segments = self._health = self._live = None

@@ -24,6 +24,7 @@ from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.text import Tokenizer, TokenizerLoadError
 from twinpool.transfer.base import PoolMemory
+from twinpool.v1.control_pb2 import CostModel, WorkerRecord
 from twinpool.worker.commands import Limits
 from twinpool.worker.step_loop import Runner
 
@@ -207,4 +208,13 @@ def _prepare(runner: ModelRunner, config: TwinpoolConfig, cancelled: Callable[[]
         max_chunk_tokens=steps.max_chunk_tokens,
         max_num_seqs=steps.max_num_seqs,
         cancelled=cancelled,
+    )
+
+
+def measured(calibration: Calibration) -> WorkerRecord:
+    """The fields of the record that the calibration gives."""
+    prefill, step = calibration
+    return WorkerRecord(
+        prefill_cost=None if prefill is None else CostModel(**prefill._asdict()),
+        step_cost=None if step is None else CostModel(**step._asdict()),
     )

@@ -31,6 +31,8 @@ BOUNDED = {
     "watch",
     "source",
     "finished_reason",
+    # Those of the configuration.
+    "pool",
     # Only tenants of the operator's file, and "other".
     "tenant",
 }

@@ -118,7 +118,7 @@ def test_it_can_be_switched_off() -> None:
 
 
 def test_a_budget_is_a_share_of_the_requests() -> None:
-    budget = RetryBudget(0.5, 2.0)
+    budget = RetryBudget(RouterSection(retry_ratio=0.5, retry_burst=2.0))
     assert [budget.take(forced=False) for _ in range(3)] == [True, True, False]
     budget.request()
     assert not budget.take(forced=False)
@@ -130,7 +130,7 @@ def test_a_budget_is_a_share_of_the_requests() -> None:
 
 
 def test_answers_that_have_begun_go_on_without_it_and_deepen_the_debt_to_a_bound() -> None:
-    budget = RetryBudget(0.5, 2.0)
+    budget = RetryBudget(RouterSection(retry_ratio=0.5, retry_burst=2.0))
     assert all(budget.take(forced=True) for _ in range(50))
     assert budget.left == -2.0
     assert not budget.take(forced=False)

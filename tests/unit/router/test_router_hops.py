@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.waiting import until
 from twinpool._core import Action, AdmissionConfig, CoreError, RouterCore, hash_blocks, root_hash
-from twinpool.config import RouterSection
+from twinpool.config import MetricsConfig, RouterSection
 from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.router.admission import Admission, core_config
@@ -77,7 +77,7 @@ def test_hops_are_the_fields_of_the_timings() -> None:
     fields = [field.name for field in inference.HopTimings.DESCRIPTOR.fields]
     assert [hop.name for hop in HOPS] == fields[: len(HOPS)]
     assert {hop.event for hop in HOPS} - {""} <= set(RouterCore.EVENTS)
-    clock = HopClock(10.0, 10.5, 3, Recent(1))
+    clock = HopClock(10.0, 10.5, 3, Recent(MetricsConfig()))
     clock.mark(HOPS[1], 11.0)
     clock.mark(HOPS[1], 12.0)
     timings = clock.finish(1)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.fake_cluster import fake_cluster, generate, prompt
 from tests.support.fake_worker import Script
 from tests.support.waiting import until
+from twinpool import metrics
 
 POLICY: dict[str, object] = {
     "preemption": True,
@@ -50,3 +51,29 @@ async def test_who_goes_first(
         assert ended[0] == first
         assert len(p0.prefills) == (3 if first == "high" else 2)
         await cluster.assert_quiescent()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kind"),
+    [((40, 20), "long_by_short"), ((20, 40), "short_by_long"), ((20, 21), "short_by_short")],
+)
+async def test_it_is_counted_by_the_lengths_of_both_prompts(
+    model_path: Path, lengths: tuple[int, int], kind: str
+) -> None:
+    def counted() -> float:
+        return float(metrics.ROUTER_PREEMPTIONS.labels(kind)._value.get())
+
+    gate = asyncio.Event()
+    async with fake_cluster(model_path, prefill_script=Script(prefill_gate=gate), settings=POLICY) as cluster:
+        applied = {"metrics.short_prompt_tokens": 30} | {
+            f"router.{name}": value for name, value in POLICY.items()
+        }
+        assert cluster.live.take(1, applied)
+        before = counted()
+        low = asyncio.create_task(cluster.ask(generate(prompt(lengths[0], 1))))
+        await until(lambda: cluster.workers["p0"].prefills)
+        high = asyncio.create_task(cluster.ask(generate(prompt(lengths[1], 2), priority=5)))
+        await until(lambda: len(cluster.workers["p0"].prefills) == 2)
+        assert counted() == before + 1
+        gate.set()
+        assert [answer.error for answer in await asyncio.gather(low, high)] == [None, None]

@@ -18,6 +18,7 @@ from tests.support.waiting import until, until_told
 from tests.unit.router.test_router_locality import cached_cluster
 from tests.unit.router.test_router_tenants import BLUE, RED, bearer, red
 from twinpool import metrics
+from twinpool.config import MetricsConfig
 from twinpool.errors import from_rpc_error
 from twinpool.router.recent import Recent
 from twinpool.rpc import digest_of
@@ -93,7 +94,7 @@ async def test_running_requests_are_counted(cluster: FakeCluster) -> None:
 
 
 def test_short_prompts_are_counted_apart() -> None:
-    recent = Recent(short_prompt_tokens=100)
+    recent = Recent(MetricsConfig(short_prompt_tokens=100))
     recent.first_token(0.5, 100)
     recent.first_token(2.0, 101)
     message = telemetry_pb2.RouterTelemetry()
@@ -105,7 +106,7 @@ def test_short_prompts_are_counted_apart() -> None:
 
 def test_counts_are_those_of_a_minute() -> None:
     now = 0.0
-    recent = Recent(1, clock=lambda: now)
+    recent = Recent(MetricsConfig(short_prompt_tokens=1), clock=lambda: now)
 
     def told() -> tuple[int, float]:
         message = telemetry_pb2.RouterTelemetry()

@@ -113,6 +113,7 @@ router:
   resume_key_file: /etc/twinpool/resume/resume-key
   {{- end }}
 {{- else if eq .component "control" }}
+metrics: {enabled: true, port: {{ int64 $v.ports.metrics }}}
 control: {port: {{ int64 $v.ports.control }}}
 # Its pools are StatefulSets: it starts no workers.
 pools: {prefill_workers: 0, decode_workers: 0}

@@ -75,11 +75,11 @@ securityContext:
 # Others dial the address that is listened on: pods of a Deployment have no name in DNS.
 - name: TWINPOOL_{{ upper .section }}__HOST
   value: $(POD_IP)
+- name: TWINPOOL_METRICS__HOST
+  value: $(POD_IP)
 {{- if ne .section "control" }}
 - name: TWINPOOL_{{ upper .section }}__NAME
   value: $(POD_NAME)
-- name: TWINPOOL_METRICS__HOST
-  value: $(POD_IP)
 {{- else }}
 - name: TWINPOOL_CONTROL
   value: $(POD_IP):{{ int64 .root.Values.ports.control }}
