@@ -2,10 +2,11 @@
 """Configuration of every process: flags over environment over YAML file over defaults."""
 
 from twinpool.config.audit import AuditConfig
+from twinpool.config.further import pool_config, pool_keys, pool_names, served_name, served_pools
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
 from twinpool.config.model import TwinpoolConfig
 from twinpool.config.page import config_schema
-from twinpool.config.pools import ControlSection, PoolsSection
+from twinpool.config.pools import ControlSection, FurtherPool, PoolKeys, PoolsSection
 from twinpool.config.rebalance import RebalanceSection
 from twinpool.config.router import RouterSection
 from twinpool.config.rpc import RpcConfig
@@ -32,11 +33,13 @@ __all__ = [
     "ClusterConfig",
     "ConfigError",
     "ControlSection",
+    "FurtherPool",
     "KVConfig",
     "KvEventsConfig",
     "LogConfig",
     "MetricsConfig",
     "ModelSection",
+    "PoolKeys",
     "PoolsSection",
     "RebalanceSection",
     "RouterSection",
@@ -51,6 +54,11 @@ __all__ = [
     "config_schema",
     "env_name",
     "load_config",
+    "pool_config",
+    "pool_keys",
+    "pool_names",
+    "served_name",
+    "served_pools",
     "to_env",
     "to_yaml",
 ]
