@@ -18,6 +18,7 @@ from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.router.heard import seconds_of
+from twinpool.router.pool_loads import PoolLoads
 from twinpool.router.request import Prepared
 from twinpool.router.trace import TraceBook
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
@@ -73,6 +74,7 @@ class Admission:
         self._saw = saw
         self._traces = TraceBook(core, 0) if traces is None else traces
         self._waiting: dict[int, Admitted] = {}
+        self.loads = PoolLoads(core)
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at: float | None = None
         self._planned = False
@@ -112,6 +114,7 @@ class Admission:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()
             raise refusal(submission.reason, submission.limit, submission.retry_after)
         self._traces.begin(submission.request, prepared)
+        self.loads.began(submission.request, prepared)
         self._saw(prepared)
         self._waiting[submission.request] = owner
         self.kick()
@@ -144,6 +147,7 @@ class Admission:
             after = self.core.advance(time.monotonic(), request, 0, "cancel")
             self._traces.advanced(request, 0, "cancel", "", after)
             self._traces.end(request)
+            self.loads.ended(request)
             self.core.forget(request)
             self.kick()
 
