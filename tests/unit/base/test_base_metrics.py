@@ -24,6 +24,8 @@ BOUNDED = {
     "outcome",
     "code",
     "role",
+    "pool",
+    "model",
     "state",
     "kind",
     "cause",
