@@ -34,7 +34,6 @@ class _Members:
     records: dict[WorkerKey, control_pb2.WorkerRecord] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     load_error: str = ""
-    loading: asyncio.Task[None] | None = None
     # Made anew when the membership changes, not for every request.
     group: Group | None = None
 
@@ -84,13 +83,13 @@ class ModelTable:
         self._members: dict[GroupId, _Members] = {}
         # Of every path that was ever loaded: a model whose last worker restarts is back without a reload.
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
         self._known = {rule.model for rule in self._rules.values() if rule.model}
 
     def close(self) -> None:
         """Ends what is still loading."""
-        for members in self._members.values():
-            if members.loading is not None:
-                members.loading.cancel()
+        for task in self._loading.values():
+            task.cancel()
 
     def upsert(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
         """Adds or updates a worker."""
@@ -99,10 +98,11 @@ class ModelTable:
         members.records[key] = record
         members.group = _make_group(members.records.values())
         self._known.add(record.model)
-        path = self._tokenizer_of(record)
+        path = self._path_of(record.model_path, record.pool)
         members.tokenizer = members.tokenizer or self._tokenizers.get(path)
-        if members.tokenizer is None and (members.loading is None or members.loading.done()):
-            members.loading = asyncio.get_running_loop().create_task(self._load(members, path))
+        # Pools that share a path share its tokenizer.
+        if members.tokenizer is None and path not in self._loading:
+            self._loading[path] = asyncio.get_running_loop().create_task(self._load(path))
 
     def remove(self, key: WorkerKey) -> None:
         """Forgets a worker."""
@@ -224,9 +224,6 @@ class ModelTable:
             )
         return answer
 
-    def _tokenizer_of(self, record: control_pb2.WorkerRecord) -> str:
-        return self._path_of(record.model_path, record.pool)
-
     def _path_of(self, own: str, pool: str) -> str:
         return own if Path(own).is_dir() else self._rule(pool).model_path or own
 
@@ -238,24 +235,35 @@ class ModelTable:
                 members.group = _make_group(members.records.values())
                 continue
             del self._members[identity]
-            if members.loading is not None:
-                members.loading.cancel()
 
-    async def _load(self, members: _Members, path: str) -> None:
+    async def _load(self, path: str) -> None:
         attempt = 0
-        while True:
-            try:
-                loaded = await self._tokenize.load(path)
-                # Pools that share a path share the tokenizer, whoever has loaded it.
-                members.tokenizer = self._tokenizers.setdefault(path, loaded)
-            except TokenizerLoadError as error:
-                members.load_error = str(error)
-                log.warning("tokenizer_load_failed", path=path, error=str(error))
-            else:
-                log.info("tokenizer_loaded", path=path)
-                return
-            await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS) - 1)])
-            attempt += 1
+        try:
+            while readers := self._readers(path):
+                try:
+                    loaded = self._tokenizers[path] = await self._tokenize.load(path)
+                except TokenizerLoadError as error:
+                    for members in readers:
+                        members.load_error = str(error)
+                    log.warning("tokenizer_load_failed", path=path, error=str(error))
+                else:
+                    for members in self._readers(path):
+                        members.tokenizer = loaded
+                    log.info("tokenizer_loaded", path=path)
+                    return
+                await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS) - 1)])
+                attempt += 1
+        finally:
+            del self._loading[path]
+
+    def _readers(self, path: str) -> list[_Members]:
+        """Those whose tokenizer lies there."""
+        return [
+            members
+            for members in self._members.values()
+            if members.group is not None
+            and self._path_of(members.group.model_path, members.group.pool) == path
+        ]
 
 
 def _target(members: _Members, why: str = "") -> Target:
