@@ -85,9 +85,7 @@ class Controller:
             )
             for pool, own in self.pools.configs.items()
         }
-        self.scaling = Scaling(
-            config, self.operations, self.specs, self.reconcilers, self.events, self.pools
-        )
+        self.scaling = Scaling(config, self.operations, self.specs, self.reconcilers, self.events, self.pools)
         if self.pools.managed:
             FlipCounts(self.operations, self.specs, self.pools.managed)
         self.collector = Collector(config, self.view, self.operations.all, self._wanted_of)

@@ -11,7 +11,7 @@ from typing import Any
 
 from twinpool.config import TwinpoolConfig, to_yaml
 from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waiting
-from twinpool.control.ray_join import RayJoin, needs_of, restore_signals
+from twinpool.control.ray_join import RayJoin, needs_of
 from twinpool.control.reconcile.plan import ROLES, first_role
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
@@ -39,7 +39,7 @@ class RayPools:
         self._started: dict[str, asyncio.Future[Any]] = {}
         self._roles: dict[str, str] = {}
         self._looker = Looker()
-        # One thread for Ray's blocking calls: a shutdown comes after a call that was cancelled but still runs.
+        # One thread for Ray's blocking calls: they are made one after the other.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
         self._stopping = False
         self._joined = False
@@ -67,9 +67,8 @@ class RayPools:
         """Joins the configured Ray cluster or starts a local one. Idempotent. Who runs no workers needs no Ray."""
         if self._joined or not self.managed:
             return
-        await self._run(self._ray.join)
+        await self._ray.join()
         self._joined = True
-        restore_signals()
 
     async def adopt(self) -> None:
         """Takes over the workers that run in a Ray cluster that was joined, and forgets those that do not."""
@@ -254,9 +253,10 @@ class RayPools:
         await asyncio.gather(*self._started.values(), return_exceptions=True)
         await asyncio.gather(*(self._stop_actor(name, actor) for name, actor in self._actors.items()))
         self._actors.clear()
+        # A call that was cancelled may still run: Ray is left after it.
+        await asyncio.to_thread(self._thread.shutdown)
         if self._joined:
-            await self._run(self._ray.leave)
-        self._thread.shutdown(wait=False)
+            await self._ray.leave()
 
     async def _stop_actor(self, name: str, actor: Any) -> None:
         import ray

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray cluster that the pools of a control process share: joined or started by the first, left by the last."""
 
+import asyncio
 import logging
 import math
 import os
 import shutil
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from twinpool.config import PoolKeys, TwinpoolConfig, pool_keys, pool_names
@@ -17,34 +19,42 @@ HEAD_AWAY_SECONDS: Final = 7 * 24 * 3600
 
 
 class RayJoin:
-    """One a control process. ``join`` and ``leave`` block, on any thread."""
+    """One a control process. On its event loop."""
 
     def __init__(self, config: TwinpoolConfig) -> None:
         """``config``: with all pools."""
         self._config = config
-        self._lock = threading.Lock()
         self._users = 0
         self._session_dir: str | None = None
+        # Ray's processes are told to end with the thread that started them, so it lives as long as they are needed.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-join")
 
-    def join(self) -> None:
+    async def join(self) -> None:
         """Joins the configured Ray cluster, or starts a local one, unless another pool has done so. What it raises leaves it to the
         next one to try."""
-        with self._lock:
-            if not self._users:
-                self._init()
-            self._users += 1
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._join)
+        restore_signals()
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """The last one that leaves ends what the first one has begun."""
+        if await asyncio.get_running_loop().run_in_executor(self._thread, self._leave):
+            self._thread.shutdown(wait=False)
+
+    def _join(self) -> None:
+        if not self._users:
+            self._init()
+        self._users += 1
+
+    def _leave(self) -> bool:
         import ray
 
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            ray.shutdown()
-            if self._session_dir is not None:
-                shutil.rmtree(self._session_dir, ignore_errors=True)
+        self._users -= 1
+        if self._users:
+            return False
+        ray.shutdown()
+        if self._session_dir is not None:
+            shutil.rmtree(self._session_dir, ignore_errors=True)
+        return True
 
     def _init(self) -> None:
         # Set before the import: Ray reads them once.

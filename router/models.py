@@ -165,9 +165,7 @@ class ModelTable:
     def _untaken(self, model: str, there: set[str], prompt_tokens: int, priority: int) -> TwinpoolError:
         """Why no pool that has workers takes a request."""
         known = {
-            pool: rule
-            for pool, rule in self._rules.items()
-            if pool in there or rule.model in ("", model)
+            pool: rule for pool, rule in self._rules.items() if pool in there or rule.model in ("", model)
         }
         for pool, rule in sorted(known.items()):
             if rule.takes.suits(prompt_tokens, priority):

@@ -76,9 +76,7 @@ class HopClock:
     def of(cls, prepared: Prepared, recent: Recent) -> Self:
         """The clock of a request that was tokenised just now."""
         pool = (prepared.group.pool, prepared.group.model)
-        return cls(
-            prepared.arrival, prepared.tokenized, prepared.prompt_tokens, recent, prepared.span, pool
-        )
+        return cls(prepared.arrival, prepared.tokenized, prepared.prompt_tokens, recent, prepared.span, pool)
 
     def mark(self, hop: Hop, now: float | None = None) -> float:
         """``hop`` ends now. Returns what it took, in seconds."""

@@ -158,7 +158,8 @@ class OverviewSource:
         share = _share(found.workers, pool)
         _count_routers(sums, routers, share, at)
         queued, queued_tokens, running = (
-            round(sum(amounts)) for amounts in zip(*(_queue(one, pool, share) for one in routers), strict=True)
+            round(sum(amounts))
+            for amounts in zip(*(_queue(one, pool, share) for one in routers), strict=True)
         )
         waiting = sum(one.counts.waiting_prefill_tokens for one in workers if one.reachable)
         return Sample(

@@ -120,9 +120,7 @@ class Reconciler:
             if name not in shown:
                 shown[name] = _external(record)
         replicas = [shown[name] for name in sorted(shown)]
-        return pb.PoolStatus(
-            spec=spec, replicas=replicas, managed=self._pools.managed, waiting=self._waiting
-        )
+        return pb.PoolStatus(spec=spec, replicas=replicas, managed=self._pools.managed, waiting=self._waiting)
 
     def settled(self, wanted: dict[str, int] | None = None) -> bool:
         """Whether as many workers as are wanted (None: by the record) take work, and none is on its way out."""

@@ -20,7 +20,7 @@ from twinpool.router_client import RouterClient
 from twinpool.rpc import channel
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc, router_pb2
-from twinpool.v1.inference_pb2 import GenerateRequest
+from twinpool.v1.inference_pb2 import TokenizeRequest
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -189,7 +189,7 @@ async def test_text_is_read_and_bounded_by_the_model_that_is_asked(
         for name, most in limits.items():
             asked = request("Pools of several models", model=name, max_tokens=4, temperature=0.0)
             asked.stop.ignore_eos = True
-            tokens = await client.tokenize(GenerateRequest(model=name, text=asked.text))
+            tokens = await client.tokenize(TokenizeRequest(model=name, text=asked.text))
             answer = await client.complete(asked, timeout=60)
             assert answer.token_ids == [oracle(checkpoints[name]).greedy(tokens, 4, ignore_eos=True)]
             with pytest.raises(TwinpoolError, match=f"the limit is {most - 1}$") as caught:

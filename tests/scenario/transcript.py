@@ -218,7 +218,9 @@ def describe(session: Session, action: _core.Action) -> str:
 def queues(session: Session, _names: list[str], _values: Values) -> list[str]:
     """queues: what waits in each pool."""
     found = session.core.queues().items()
-    return [f"{pool}: {requests} requests, {tokens} tokens" for pool, (requests, tokens) in found] or ["nothing"]
+    return [f"{pool}: {requests} requests, {tokens} tokens" for pool, (requests, tokens) in found] or [
+        "nothing"
+    ]
 
 
 def plan(session: Session, _names: list[str], _values: Values) -> list[str]:

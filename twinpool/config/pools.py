@@ -174,7 +174,9 @@ class PoolKeys(Section):
 class FurtherPool(PoolKeys):
     """A pool beside the one of `worker.pool`. What it does not set is as the sections say that all pools share."""
 
-    model: Keys = Field(default={}, description="Keys of `model` that differ. A path without a name gives the name, too.")
+    model: Keys = Field(
+        default={}, description="Keys of `model` that differ. A path without a name gives the name, too."
+    )
     kv: Keys = Field(default={}, description="Keys of `kv` that differ.")
     scheduler: Keys = Field(default={}, description="Keys of `scheduler` that differ.")
     transfer: Keys = Field(default={}, description="Keys of `transfer` that differ.")

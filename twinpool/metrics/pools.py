@@ -18,7 +18,9 @@ ROUTER_POOL_RUNNING = Gauge(
     ["pool", "model"],
 )
 ROUTER_POOL_WAITING = Gauge(
-    "twinpool_router_pool_num_requests_waiting", "Requests in the queue of a pool and model.", ["pool", "model"]
+    "twinpool_router_pool_num_requests_waiting",
+    "Requests in the queue of a pool and model.",
+    ["pool", "model"],
 )
 ROUTER_POOL_QUEUE_TOKENS = Gauge(
     "twinpool_router_pool_queue_tokens",

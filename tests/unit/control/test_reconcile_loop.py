@@ -315,8 +315,7 @@ async def test_etcd_away_during_a_scale_is_waited_for(server: StoreServer, site:
         made.proxy.cut()
         await until(
             lambda: (
-                "etcd is away" in made.reconciler.status().waiting
-                or not made.controller._leadership.leads()
+                "etcd is away" in made.reconciler.status().waiting or not made.controller._leadership.leads()
             )
         )  # type: ignore[union-attr]
         await site.make_room(4)
@@ -340,9 +339,7 @@ async def test_an_empty_etcd_ends_no_worker(server: StoreServer, site: Site) -> 
         for name in site.workers:
             await asyncio.to_thread(site.store.delete, Keys(site.cluster).worker("default", name))
         turns = made.reconciler.turns
-        await until(
-            lambda: made.reconciler.turns > turns + 2 and len(made.controller.view.workers()) == 3
-        )
+        await until(lambda: made.reconciler.turns > turns + 2 and len(made.controller.view.workers()) == 3)
         await made.settled()
         assert (sorted(site.started), site.ended, site.drained) == (before, [], [])
 

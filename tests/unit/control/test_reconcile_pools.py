@@ -69,7 +69,9 @@ async def test_each_pool_has_its_record_and_its_workers(server: StoreServer, sit
             assert item is not None
             assert pb.PoolSpec.FromString(item.value).pool == pool
             assert set(made.status(pool).values()) == {READY}
-        configured = [event.pool for event in made.controller.events.all() if event.reason == "PoolConfigured"]
+        configured = [
+            event.pool for event in made.controller.events.all() if event.reason == "PoolConfigured"
+        ]
         assert sorted(configured) == sorted(ALL)
 
 
@@ -123,7 +125,9 @@ async def test_what_one_pool_waits_for_holds_up_no_other(server: StoreServer, si
         await made.tells("WorkerLost")
         assert made.controller.reconcilers["default"].status().waiting == ""
         await until(lambda: made.controller.reconcilers["default"].turns > before)
-        warned = {event.pool for event in made.controller.events.all() if event.reason == "WorkerCrashLooping"}
+        warned = {
+            event.pool for event in made.controller.events.all() if event.reason == "WorkerCrashLooping"
+        }
         assert warned == {"chat"}
 
 
@@ -139,7 +143,9 @@ async def test_operations_find_the_pool_of_their_worker(server: StoreServer, sit
         await ended(await made.controller.operations.begin(pb.OPERATION_KIND_DRAIN, "chat-decode-0", 5.0))
         assert "chat-decode-0" not in site.workers
         assert made.status("chat")["chat-decode-0"] == pb.REPLICA_PHASE_HELD
-        assert await made.controller.cordons.set("long-prefill-0", True, made.controller.view.workers("long")[-1])
+        assert await made.controller.cordons.set(
+            "long-prefill-0", True, made.controller.view.workers("long")[-1]
+        )
         await until(lambda: site.workers["long-prefill-0"].told == [True])
 
 

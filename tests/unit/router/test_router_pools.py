@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ from tests.support.fake_cluster import FakeCluster, fake_cluster, generate, prom
 from tests.support.fake_worker import Script
 from tests.support.waiting import until
 from twinpool.control.cli import trace as trace_module
-from twinpool.ids import WorkerKey
 from twinpool.errors import TwinpoolError
+from twinpool.ids import WorkerKey
 from twinpool.v1 import inference_pb2, router_pb2, router_pb2_grpc, telemetry_pb2
 from twinpool.v1 import worker_pb2 as pb
 
@@ -105,16 +106,16 @@ async def test_a_pool_that_is_full_holds_up_no_other(model_path: Path) -> None:
         await until(lambda: made.workers["default-d"].held)
         waiting = asyncio.ensure_future(made.ask(generate(prompt(20, 1), model="fake", request_id="waits")))
         await until(lambda: made.router.core.queues())
-        for number, fields in enumerate(
-            ({"model": "other"}, {"model": "fake", "priority": 60}), start=2
-        ):
+        for number, fields in enumerate(({"model": "other"}, {"model": "fake", "priority": 60}), start=2):
             answer = await made.ask(generate(prompt(20, number), **fields))
             assert answer.code == grpc.StatusCode.OK
         answer = await made.ask(generate(prompt(LONG, 5), model="fake"))
         assert answer.code == grpc.StatusCode.OK
         assert not waiting.done()
         told = await telemetry(made)
-        queues = {each.pool: (each.queued_requests, each.queued_tokens, each.running_requests) for each in told}
+        queues = {
+            each.pool: (each.queued_requests, each.queued_tokens, each.running_requests) for each in told
+        }
         assert queues["default"] == (1, 20, 1)
         assert queues["long"] == (0, 0, 0)
         gauge = "twinpool_router_pool_num_requests_waiting"
@@ -134,7 +135,10 @@ async def telemetry(made: FakeCluster) -> list[telemetry_pb2.PoolQueue]:
 
 async def test_times_are_counted_by_pool(model_path: Path) -> None:
     def count(pool: str) -> float:
-        name, labels = "twinpool_router_pool_time_to_first_token_seconds_count", {"pool": pool, "model": "fake"}
+        name, labels = (
+            "twinpool_router_pool_time_to_first_token_seconds_count",
+            {"pool": pool, "model": "fake"},
+        )
         return REGISTRY.get_sample_value(name, labels) or 0.0
 
     async with several(model_path) as made:
@@ -170,7 +174,10 @@ async def test_a_class_without_workers_is_refused_or_overflows(model_path: Path)
         answer = await made.ask(generate(prompt(LONG), model="fake", request_id="spare"))
         assert answer.code == grpc.StatusCode.OK
         found = await trace(made, "spare")
-        assert (found.pool, found.pool_reason) == ("default", "takes what overflows: its own pool has no workers")
+        assert (found.pool, found.pool_reason) == (
+            "default",
+            "takes what overflows: its own pool has no workers",
+        )
 
 
 async def test_workers_of_pools_that_are_not_served_are_left_out(model_path: Path) -> None:
@@ -183,9 +190,7 @@ async def test_workers_of_pools_that_are_not_served_are_left_out(model_path: Pat
 
 async def test_a_pool_reads_text_with_its_own_tokenizer(model_path: Path, tmp_path: Path) -> None:
     """Two checkpoints under one name: the text is read as the pool reads it that the request goes to."""
-    for file in model_path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    path = tmp_path / "tokenizer.json"
+    path = shutil.copytree(model_path, tmp_path / "other") / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary: dict[str, int] = content["model"]["vocab"]
     # The same characters under other numbers.
@@ -193,7 +198,7 @@ async def test_a_pool_reads_text_with_its_own_tokenizer(model_path: Path, tmp_pa
     swapped = dict(zip(ids, reversed(ids), strict=True))
     content["model"]["vocab"] = {text: swapped.get(number, number) for text, number in vocabulary.items()}
     path.write_text(json.dumps(content))
-    async with several(model_path, model_path=str(tmp_path)) as made:
+    async with several(model_path, model_path=str(path.parent)) as made:
         texts = {"default": "a" * 10, "long": "a" * LONG}
         for text in texts.values():
             answer = await made.ask(generate(model="fake", text=text))
