@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
@@ -184,8 +186,16 @@ class FurtherPool(PoolKeys):
 
 
 def _mapping(value: object) -> object:
-    """An environment variable or a flag holds it as YAML or JSON."""
-    return yaml.safe_load(value) or {} if isinstance(value, str) else value
+    """An environment variable or a flag holds it as JSON or YAML."""
+    if not isinstance(value, str):
+        return value
+    # Not all of JSON is YAML: its escapes of characters beyond 16 bits are not.
+    with contextlib.suppress(ValueError):
+        return json.loads(value)
+    try:
+        return yaml.safe_load(value) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"is neither JSON nor YAML: {error}") from None
 
 
 FurtherPools = Annotated[dict[Name, FurtherPool], BeforeValidator(_mapping), NoDecode]

@@ -20,17 +20,11 @@ class RouterSection(Section):
         description="Share a fixed port with other router processes of this host: the kernel spreads connections over them.",
     )
     name: OptionalName = Field(default="", description="Stable name; empty: router and a random suffix.")
-    pool: Name = Field(
-        default="default", description="Pool whose workers answer, beside those of pools.further."
-    )
+    pool: Name = Field(default="default", description="Pool whose workers answer.")
     pools: Names = Field(
-        default=(),
-        max_length=65,
-        description="The only pools whose workers answer; empty: pool and all of pools.further.",
+        default=(), description="Pools whose workers answer; empty: router.pool and those of pools.further."
     )
-    tokenizer_threads: int = Field(
-        default=1, ge=1, le=64, description="Threads that tokenise, beside the loop."
-    )
+    tokenizer_threads: int = Field(default=1, ge=1, le=64, description="Threads that tokenise.")
 
     trace_requests: int = Field(
         default=1000,

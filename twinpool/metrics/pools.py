@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from twinpool.metric_buckets import ITL_BUCKETS, TTFT_BUCKETS
+from twinpool import metric_buckets
 
 # --- router: pools ------------------------------------------------------------------------
 
@@ -31,11 +31,11 @@ ROUTER_POOL_TTFT = Histogram(
     "twinpool_router_pool_time_to_first_token_seconds",
     "From a request's arrival to its first token, by pool and model.",
     ["pool", "model"],
-    buckets=TTFT_BUCKETS,
+    buckets=metric_buckets.TTFT_BUCKETS,
 )
 ROUTER_POOL_ITL = Histogram(
     "twinpool_router_pool_inter_token_latency_seconds",
     "Between two messages with tokens of one choice, by pool and model.",
     ["pool", "model"],
-    buckets=ITL_BUCKETS,
+    buckets=metric_buckets.ITL_BUCKETS,
 )
