@@ -8,6 +8,7 @@ reconciles. It ceases when it does not lead any more, and begins anew when it do
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,7 @@ from twinpool.control.gauges import kind_of, show_leader, show_operation, show_r
 from twinpool.control.leader import Leadership
 from twinpool.control.operations import Operations
 from twinpool.control.overview.collect import Collector
-from twinpool.control.pools import RayPools
+from twinpool.control.pool_set import MakePool, PoolSet
 from twinpool.control.rebalance.desk import RebalanceDesk
 from twinpool.control.rebalance.loop import RebalanceLoop
 from twinpool.control.rebalance.mover import OperationMover
@@ -59,14 +60,14 @@ class Controller:
     """Start once, stop once; both on the same event loop."""
 
     def __init__(
-        self, config: TwinpoolConfig, store: Store, log_dir: Path, pools: RayPools | None = None
+        self, config: TwinpoolConfig, store: Store, log_dir: Path, pools: MakePool | None = None
     ) -> None:
-        """``log_dir``: each worker writes ``<name>.log`` there. ``pools``: who runs the workers, if not Ray of ``config``."""
+        """``log_dir``: each worker writes ``<name>.log`` there. ``pools``: who runs the workers of a pool, if not Ray."""
         self._config = config
         self._store = store
         self._keys = Keys(config.cluster.name)
         self.view = ClusterView(store, config)
-        self.pools = pools or RayPools(config, log_dir)
+        self.pools = PoolSet(config, log_dir, pools)
         self.events = EventLog(store, config.cluster.name)
         self.live = LiveConfig(config)
         self.live.on_change(set_log_level)
@@ -79,22 +80,23 @@ class Controller:
         self.operations.listen(self._on_operation)
         self.specs = PoolSpecs(store, config)
         self.cordons = Cordons(store, config.cluster.name, self.events, connect)
-        self.reconciler = Reconciler(
-            config,
-            self.view,
-            self.pools,
-            self.operations,
-            self.specs,
-            self.cordons,
-            self.events,
-            connect,
-            lambda: self._leadership is not None and self._leadership.leads(),
-        )
-        self.scaling = Scaling(
-            config, self.operations, self.specs, self.reconciler, self.events, self.pools.managed
-        )
+        self.reconcilers = {
+            pool: Reconciler(
+                own,
+                self.view,
+                self.pools[pool],
+                self.operations,
+                self.specs,
+                self.cordons,
+                self.events,
+                connect,
+                lambda: self._leadership is not None and self._leadership.leads(),
+            )
+            for pool, own in self.pools.configs.items()
+        }
+        self.scaling = Scaling(config, self.operations, self.specs, self.reconcilers, self.events, self.pools)
         if self.pools.managed:
-            FlipCounts(self.operations, self.specs, config.worker.pool)
+            FlipCounts(self.operations, self.specs, self.pools.managed)
         self.collector = Collector(config, self.view, self.operations.all, self._wanted_of)
         mover, drain_seconds = (
             OperationMover(self.operations, self.scaling),
@@ -114,8 +116,7 @@ class Controller:
         self._leadership: Leadership | None = None
         self._server: ControlServer | None = None
         self._campaign: asyncio.Task[None] | None = None
-        self._acting: asyncio.Task[None] | None = None
-        self._applying: asyncio.Task[None] | None = None
+        self._acting: list[asyncio.Task[None]] = []
         self._led = asyncio.Event()
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """Done with why this process cannot act, for instance since Ray cannot be joined."""
@@ -142,7 +143,7 @@ class Controller:
             self.pools,
             self.operations,
             self.specs,
-            self.reconciler,
+            self.reconcilers,
             self.scaling,
             self.cordons,
             self.events,
@@ -177,18 +178,24 @@ class Controller:
 
     def check_start(self) -> None:
         """Raises why a worker that shall run could not start, without waiting whether another try does better."""
-        for replica in self.reconciler.status(self._config.worker.pool).replicas:
-            if replica.crashes and replica.phase != pb.REPLICA_PHASE_READY:
-                raise self.reconciler.failure(replica.worker)
+        for reconciler in self.reconcilers.values():
+            for replica in reconciler.status().replicas:
+                if replica.crashes and replica.phase != pb.REPLICA_PHASE_READY:
+                    raise reconciler.failure(replica.worker)
 
     def _wanted_of(self, pool: str, role: "worker_pb2.Role.ValueType") -> int | None:
         with contextlib.suppress(TwinpoolError):
             return desired(self.specs.get(pool))[ROLES[role]]
         return None
 
-    def wanted(self) -> dict[str, int]:
-        """Wanted workers a role."""
-        return desired(self.specs.get(self._config.worker.pool))
+    def wanted(self, pools: Collection[str] = ()) -> dict[str, int]:
+        """Wanted workers a role, of all pools whose workers are run here, or of those among them that are given."""
+        counts = dict.fromkeys(ROLES.values(), 0)
+        for pool in self.pools.managed:
+            if not pools or pool in pools:
+                for role, count in desired(self.specs.get(pool)).items():
+                    counts[role] += count
+        return counts
 
     async def cease(self) -> None:
         """Serves nobody any more and begins nothing, but leaves what there is. Idempotent."""
@@ -259,7 +266,6 @@ class Controller:
 
     async def _begin(self) -> None:
         """What is recorded is read first: without the operations, a worker that was drained for good would be started."""
-        pool = self._config.worker.pool
         if not await self.view.wait_synced(RETRY_SECONDS):
             # To an operation, a worker that is not in the list has left.
             raise TwinpoolError("STORE_UNAVAILABLE", "the workers are not listed yet")
@@ -268,17 +274,20 @@ class Controller:
         await self.cordons.load()
         await self.pools.start()
         await self.pools.adopt()
-        await self._read_roles(pool)
-        self.events.record("ControllerLeads", f"{self.endpoint} acts now", pool=pool)
-        if changed:
-            wanted = self.wanted()
+        await self._read_roles()
+        self.events.record("ControllerLeads", f"{self.endpoint} acts now", pool=self._config.worker.pool)
+        for pool in changed:
+            wanted = desired(self.specs.get(pool))
             text = (
                 f"the configuration wants {wanted['prefill']} prefill and {wanted['decode']} decode workers"
             )
             self.events.record("PoolConfigured", text, pool=pool)
         self.operations.resume()
-        self._acting = asyncio.create_task(self.reconciler.run(), name="reconciler")
-        self._applying = asyncio.create_task(self.applying.watch(), name="config")
+        self._acting = [
+            asyncio.create_task(reconciler.run(), name=f"reconciler {pool}")
+            for pool, reconciler in self.reconcilers.items()
+        ]
+        self._acting.append(asyncio.create_task(self.applying.watch(), name="config"))
         self.rebalance.start()
         self._led_once = True
         self._led.set()
@@ -286,23 +295,23 @@ class Controller:
         show_running(self.operations.running())
         log.info("control_leads", endpoint=self.endpoint)
 
-    async def _read_roles(self, pool: str) -> None:
+    async def _read_roles(self) -> None:
         """A worker that has changed its role begins in that one, also where it is down just now."""
-        prefix = self._keys.roles(pool)
-        snapshot = await asyncio.to_thread(self._store.list_prefix, prefix)
-        for key, item in snapshot.items.items():
-            with contextlib.suppress(Exception):
-                record = pb.RoleRecord.FromString(item.value)
-                self.pools.note_role(key.removeprefix(prefix), ROLES[record.role])
+        for pool in self.pools:
+            prefix = self._keys.roles(pool)
+            snapshot = await asyncio.to_thread(self._store.list_prefix, prefix)
+            for key, item in snapshot.items.items():
+                with contextlib.suppress(Exception):
+                    record = pb.RoleRecord.FromString(item.value)
+                    self.pools.note_role(key.removeprefix(prefix), ROLES[record.role])
 
     async def _cease(self) -> None:
         self._led.clear()
         show_leader(False)
-        for task in (self._acting, self._applying):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        self._acting = self._applying = None
+        for task in self._acting:
+            task.cancel()
+        await asyncio.gather(*self._acting, return_exceptions=True)
+        self._acting = []
         await self.rebalance.stop()
         await self.operations.stop()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ import grpc.aio
 from twinpool.control.cordons import Cordons
 from twinpool.control.events import EventLog, Filter
 from twinpool.control.operations import Operations
-from twinpool.control.pools import RayPools
+from twinpool.control.pool_set import PoolSet
 from twinpool.control.reconcile.loop import Reconciler
 from twinpool.control.reconcile.spec import PoolSpecs
 from twinpool.control.scale import Scaling
@@ -39,10 +39,10 @@ class PoolDesk:
     check_reads: Callable[[], None]
     """As ``check_leads``, where what was true when it led last will do."""
     view: ClusterView
-    pools: RayPools
+    pools: PoolSet
     operations: Operations
     specs: PoolSpecs
-    reconciler: Reconciler
+    reconcilers: Mapping[str, Reconciler]
     scaling: Scaling
     cordons: Cordons
     log: EventLog
@@ -57,8 +57,8 @@ class PoolDesk:
 
     def list_pools(self, pool: str) -> list[pb.PoolStatus]:
         """All, or one. Raises POOL_NOT_FOUND."""
-        names = [pool] if pool else [spec.pool for spec in self.specs.all()]
-        return [self.reconciler.status(name) for name in names]
+        specs = [self.specs.get(pool)] if pool else self.specs.all()
+        return [self.reconcilers[spec.pool].status() for spec in specs]
 
     async def scale(self, request: pb.ScalePoolRequest, seconds: float | None) -> pb.Operation:
         """See ``Scaling.begin``."""

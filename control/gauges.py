@@ -17,36 +17,30 @@ from twinpool.v1 import control_pb2 as pb
 _BY_POOL = (metrics.CONTROL_DESIRED_WORKERS, metrics.CONTROL_READY_WORKERS, metrics.CONTROL_REPLICAS)
 
 
-def show_pools(pools: Iterable[pb.PoolStatus]) -> None:
-    """Sets the gauges of all pools; those of pools that are gone go, too."""
+def show_pool(status: pb.PoolStatus) -> None:
+    """Sets the gauges of one pool."""
+    pool = status.spec.pool
     wanted: dict[tuple[str, ...], int] = {}
     ready: dict[tuple[str, ...], int] = {}
     stages: Counter[tuple[str, ...]] = Counter()
-    names = set()
-    for status in pools:
-        pool = status.spec.pool
-        names.add(pool)
-        for role, count in desired(status.spec).items():
-            wanted[pool, role] = count
-            ready[pool, role] = 0
-        for replica in status.replicas:
-            role, stage = ROLES.get(replica.role, "unknown"), _phase(replica.phase)
-            stages[pool, role, stage] += 1
-            if stage == "ready":
-                ready[pool, role] = ready.get((pool, role), 0) + 1
-    _set(metrics.CONTROL_DESIRED_WORKERS, wanted, names)
-    _set(metrics.CONTROL_READY_WORKERS, ready, names)
-    _set(metrics.CONTROL_REPLICAS, stages, names)
+    for role, count in desired(status.spec).items():
+        wanted[pool, role] = count
+        ready[pool, role] = 0
+    for replica in status.replicas:
+        role, stage = ROLES.get(replica.role, "unknown"), _phase(replica.phase)
+        stages[pool, role, stage] += 1
+        if stage == "ready":
+            ready[pool, role] = ready.get((pool, role), 0) + 1
+    _set(metrics.CONTROL_DESIRED_WORKERS, wanted, pool)
+    _set(metrics.CONTROL_READY_WORKERS, ready, pool)
+    _set(metrics.CONTROL_REPLICAS, stages, pool)
 
 
-def _set(gauge: Gauge, values: Mapping[tuple[str, ...], int], pools: set[str]) -> None:
-    """Never without a series that is still there, as a scrape may come at any time."""
+def _set(gauge: Gauge, values: Mapping[tuple[str, ...], int], pool: str) -> None:
+    """What is known of the pool and not among ``values`` becomes 0: never without a series, as a scrape may come at any time."""
     known = [tuple(labels) for labels in gauge._metrics]
-    for labels in {*known, *values}:
-        if labels[0] in pools:
-            gauge.labels(*labels).set(values.get(labels, 0))
-        else:
-            gauge.remove(*labels)
+    for labels in {*values, *(labels for labels in known if labels[0] == pool)}:
+        gauge.labels(*labels).set(values.get(labels, 0))
 
 
 def show_operation(operation: pb.Operation, what: str, running: Iterable[pb.Operation]) -> None:

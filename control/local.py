@@ -18,9 +18,9 @@ from typing import TypeVar
 import psutil
 
 from twinpool.client import Client
-from twinpool.config import TwinpoolConfig, to_env
+from twinpool.config import TwinpoolConfig, served_pools, to_env
 from twinpool.control.controller import Controller
-from twinpool.control.pools import RayPools
+from twinpool.control.pool_set import PoolSet
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
@@ -89,7 +89,7 @@ class LocalCluster:
         return self.controller.view
 
     @property
-    def pools(self) -> RayPools:
+    def pools(self) -> PoolSet:
         """The workers."""
         return self.controller.pools
 
@@ -183,11 +183,13 @@ class LocalCluster:
                 await asyncio.sleep(SERVING_POLL_SECONDS)
 
     def _complete(self, models: list[pb.Model]) -> bool:
-        return any(
-            model.ready
-            and model.prefill_workers >= self.controller.wanted()["prefill"]
-            and model.decode_workers >= self.controller.wanted()["decode"]
-            for model in models
+        """Whether a router sees all workers of the pools that it serves, and can serve all of their models."""
+        wanted = self.controller.wanted(served_pools(self.config))
+        return (
+            bool(models)
+            and all(model.ready for model in models)
+            and sum(model.prefill_workers for model in models) >= wanted["prefill"]
+            and sum(model.decode_workers for model in models) >= wanted["decode"]
         )
 
     def _check_routers(self) -> None:

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pools: workers as Ray actors. Ray places them, restarts them and reports how they ended."""
+"""The workers of a pool as Ray actors. Ray places them, restarts them and reports how they ended."""
 
 import asyncio
 import contextlib
-import logging
-import math
-import os
-import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,14 +11,13 @@ from typing import Any
 
 from twinpool.config import TwinpoolConfig, to_yaml
 from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waiting
+from twinpool.control.ray_join import RayJoin, needs_of
 from twinpool.control.reconcile.plan import ROLES, first_role
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 
 # What a worker's stop takes beyond the drain of its requests.
 ACTOR_STOP_SECONDS = 15.0
-HEAD_AWAY_SECONDS = 7 * 24 * 3600
-"""How long Ray's processes wait for a head that is gone. Workers serve without it; only restarts need it."""
 HEALTH_SECONDS = 5.0
 """Longest wait for what a worker's process says of it."""
 # Between two looks whether the name of an actor that was ended is free.
@@ -34,18 +27,19 @@ log = get_logger(__name__)
 
 
 class RayPools:
-    """Runs the workers that it is told to. All methods on one event loop; Ray's calls run in a thread."""
+    """Runs the workers of one pool that it is told to. All methods on one event loop; Ray's calls run in a thread."""
 
-    def __init__(self, config: TwinpoolConfig, log_dir: Path) -> None:
-        """``log_dir``: each worker writes ``<name>.log`` there."""
+    def __init__(self, config: TwinpoolConfig, log_dir: Path, ray: RayJoin | None = None) -> None:
+        """``config``: as the processes of the pool see it. ``log_dir``: each worker writes ``<name>.log`` there. ``ray``: the Ray
+        cluster, where several pools share it."""
         self._config = config
         self._log_dir = log_dir
+        self._ray = ray or RayJoin(config)
         self._actors: dict[str, Any] = {}
         self._started: dict[str, asyncio.Future[Any]] = {}
         self._roles: dict[str, str] = {}
         self._looker = Looker()
-        self._session_dir: str | None = None
-        # One thread for Ray's blocking calls: a shutdown comes after a call that was cancelled but still runs.
+        # One thread for Ray's blocking calls: they are made one after the other.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray-calls")
         self._stopping = False
         self._joined = False
@@ -53,7 +47,7 @@ class RayPools:
     @property
     def managed(self) -> bool:
         """Whether workers are run here at all."""
-        return self._config.pools.prefill_workers + self._config.pools.decode_workers > 0
+        return self._config.pools.managed
 
     @property
     def names(self) -> list[str]:
@@ -73,9 +67,8 @@ class RayPools:
         """Joins the configured Ray cluster or starts a local one. Idempotent. Who runs no workers needs no Ray."""
         if self._joined or not self.managed:
             return
-        await self._run(self._init)
+        await self._ray.join()
         self._joined = True
-        _restore_signals()
 
     async def adopt(self) -> None:
         """Takes over the workers that run in a Ray cluster that was joined, and forgets those that do not."""
@@ -100,46 +93,6 @@ class RayPools:
 
     async def _run(self, call: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-
-    def _init(self) -> None:
-        # Set before the import: Ray reads them once.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray runs its workers at niceness 15: a model worker would yield to everything else on the machine.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # A lost head ends all of Ray after a minute by default, workers that serve included.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_AWAY_SECONDS))
-        import ray
-
-        # Its notes on threads and tokens are for people who started Ray themselves.
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        pools = self._config.pools
-        if pools.ray_address:
-            ray.init(
-                address=pools.ray_address,
-                namespace=self._namespace,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-            return
-        context: Any = ray.init(
-            num_cpus=self._local_cpus(),
-            include_dashboard=False,
-            object_store_memory=pools.ray_object_store_bytes,
-            namespace=self._namespace,
-            log_to_driver=False,
-            configure_logging=False,
-        )
-        self._session_dir = str(context.address_info["session_dir"])
-
-    def _local_cpus(self) -> int:
-        """Of a local Ray: enough for what is configured. It also starts so many processes in advance."""
-        pools = self._config.pools
-        asked = sum(self.needs(role).get("CPU", 0.0) * pools.workers(role) for role in ROLES)
-        return max(1, pools.prefill_workers + pools.decode_workers, math.ceil(asked))
-
-    @property
-    def _namespace(self) -> str:
-        return f"twinpool-{self._config.cluster.name}"
 
     def _create(self, role: str, name: str) -> None:
         import ray
@@ -166,8 +119,7 @@ class RayPools:
 
     def needs(self, role: str) -> dict[str, float]:
         """What Ray has to find for a worker of a role."""
-        default = {"CPU": 1.0} if self._config.pools.ray_address else {}
-        return self._config.pools.resources(role) or default
+        return needs_of(self._config.pools, bool(self._config.pools.ray_address), role)
 
     def _place(self, role: str, name: str) -> dict[str, Any]:
         """Options by which Ray chooses a node."""
@@ -301,9 +253,10 @@ class RayPools:
         await asyncio.gather(*self._started.values(), return_exceptions=True)
         await asyncio.gather(*(self._stop_actor(name, actor) for name, actor in self._actors.items()))
         self._actors.clear()
+        # A call that was cancelled may still run: Ray is left after it.
+        await asyncio.to_thread(self._thread.shutdown)
         if self._joined:
-            await self._run(self._shutdown)
-        self._thread.shutdown(wait=False)
+            await self._ray.leave()
 
     async def _stop_actor(self, name: str, actor: Any) -> None:
         import ray
@@ -315,24 +268,6 @@ class RayPools:
             log.warning("worker_stop_failed", worker=name, error=type(error).__name__)
         with contextlib.suppress(Exception):
             await self._run(partial(ray.kill, actor, no_restart=True))
-
-    def _shutdown(self) -> None:
-        import ray
-
-        ray.shutdown()
-        if self._session_dir is not None:
-            shutil.rmtree(self._session_dir, ignore_errors=True)
-
-
-def _restore_signals() -> None:
-    """Puts this process's signal handlers back. Ray's own, set by its start, aborts the process 3 s after a SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if handler is not None:
-            signal.signal(number, handler)
-            signal.siginterrupt(number, False)
 
 
 def _remove_group(name: str) -> None:

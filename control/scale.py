@@ -11,6 +11,7 @@ stays, and so does the wish. A later scale takes the place of one that is under 
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from twinpool.config import TwinpoolConfig
@@ -18,9 +19,10 @@ from twinpool.control.events import EventLog
 from twinpool.control.flips import RETRY_SECONDS
 from twinpool.control.leaves import LEAVE_SECONDS
 from twinpool.control.operations import Operations
+from twinpool.control.pool_set import PoolSet
 from twinpool.control.reconcile.loop import Reconciler
 from twinpool.control.reconcile.plan import ROLES
-from twinpool.control.reconcile.spec import PoolSpecs, desired, resized
+from twinpool.control.reconcile.spec import PoolSpecs, desired
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
@@ -39,15 +41,15 @@ class Scaling:
         config: TwinpoolConfig,
         operations: Operations,
         specs: PoolSpecs,
-        reconciler: Reconciler,
+        reconcilers: Mapping[str, Reconciler],
         events: EventLog,
-        managed: bool,
+        pools: PoolSet,
     ) -> None:
-        """``managed``: whether the control process runs the workers of its pool."""
+        """``reconcilers``: by pool. ``pools``: which of them are run here."""
         self._config = config
         self._operations, self._specs = operations, specs
-        self._reconciler, self._events = reconciler, events
-        self._managed = managed
+        self._reconcilers, self._events = reconcilers, events
+        self._pools = pools
         self._lock = asyncio.Lock()
         operations.register(pb.OPERATION_KIND_SCALE, {"write": self._write, "converge": self._converge})
 
@@ -69,14 +71,13 @@ class Scaling:
         STORE_UNAVAILABLE."""
         async with self._lock:
             spec = self._specs.get(pool)
-            if not self._managed or pool != self._config.worker.pool:
-                raise TwinpoolError("POOL_NOT_MANAGED", f"the workers of {pool} are not run here")
+            self._pools.check(pool)
             now = desired(spec)
             wanted = {
                 role: now[role] if asked is None else asked
                 for role, asked in zip(ROLES, (prefill, decode), strict=True)
             }
-            resized(spec, wanted["prefill"], wanted["decode"])
+            self._specs.resized(pool, wanted["prefill"], wanted["decode"])
             for role in ROLES:
                 if wanted[role] == 0 < now[role] and not force:
                     raise TwinpoolError(
@@ -135,19 +136,25 @@ class Scaling:
             )
 
     async def _converge(self, operation: pb.Operation) -> None:
-        turns, wanted = self._reconciler.turns, {"prefill": operation.prefill, "decode": operation.decode}
-        while self._reconciler.turns == turns or not self._reconciler.settled(wanted):
+        reconciler = self._reconciler(operation.pool)
+        turns, wanted = reconciler.turns, {"prefill": operation.prefill, "decode": operation.decode}
+        while reconciler.turns == turns or not reconciler.settled(wanted):
             # Of before the record was written it says nothing.
-            looked = self._reconciler.turns != turns
-            if looked and (error := self._reconciler.hindrance()) is not None:
+            looked = reconciler.turns != turns
+            if looked and (error := reconciler.hindrance()) is not None:
                 raise error
             if _late(operation):
                 raise TwinpoolError("DEADLINE_EXCEEDED", self._state(operation))
             await asyncio.sleep(CHECK_SECONDS)
 
+    def _reconciler(self, pool: str) -> Reconciler:
+        """Raises POOL_NOT_MANAGED: the pool of an operation of before may not be configured any more."""
+        self._pools.check(pool)
+        return self._reconcilers[pool]
+
     def _state(self, operation: pb.Operation) -> str:
         """How far it is, for people."""
-        status = self._reconciler.status(operation.pool)
+        status = self._reconciler(operation.pool).status()
         lines = [
             f"{replica.worker} is {pb.ReplicaPhase.Name(replica.phase).removeprefix('REPLICA_PHASE_').lower()}"
             for replica in status.replicas

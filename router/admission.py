@@ -18,6 +18,7 @@ from twinpool.errors import TABLE, TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.router.heard import seconds_of
+from twinpool.router.pool_loads import PoolLoads
 from twinpool.router.request import Prepared
 from twinpool.router.trace import TraceBook
 from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
@@ -76,6 +77,7 @@ class Admission:
         self._prompt_tokens: dict[int, int] = {}
         self._traces = TraceBook(core, 0) if traces is None else traces
         self._waiting: dict[int, Admitted] = {}
+        self.loads = PoolLoads(core)
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at: float | None = None
         self._planned = False
@@ -120,6 +122,7 @@ class Admission:
             metrics.ROUTER_REJECTIONS.labels(submission.reason).inc()
             raise refusal(submission.reason, submission.limit, submission.retry_after)
         self._traces.begin(submission.request, prepared)
+        self.loads.began(submission.request, prepared)
         self._saw(prepared)
         self._waiting[submission.request] = owner
         self._prompt_tokens[submission.request] = prepared.prompt_tokens
@@ -154,6 +157,7 @@ class Admission:
             after = self.core.advance(time.monotonic(), request, 0, "cancel")
             self._traces.advanced(request, 0, "cancel", "", after)
             self._traces.end(request)
+            self.loads.ended(request)
             self.core.forget(request)
             self.kick()
 

@@ -19,6 +19,7 @@ from twinpool.router.answers import AnswerMaker
 from twinpool.router.apis import SERVICES, ClientApis
 from twinpool.router.background import Background
 from twinpool.router.beginnings import Beginnings
+from twinpool.router.choice import rules_of
 from twinpool.router.hops import Hops
 from twinpool.router.inspection import SERVICE as ROUTER_SERVICE
 from twinpool.router.kept import KeptBook
@@ -75,7 +76,7 @@ class Router:
         self.tenants = Tenants(config.router.tenants_file)
         self.usage = UsageBook(config.router.usage_file, self.tenants.known, config.router.max_usage_tenants)
         self.tokenize = TokenizeHop(config.router, self.tenants.salt)
-        self.models = ModelTable(self.tokenize, config.model.path)
+        self.models = ModelTable(self.tokenize, rules_of(config))
         self.locality = Locality(self.core, config.kv_events, self.traces)
         self.fleet = Fleet(
             config,
@@ -241,6 +242,7 @@ class Router:
                 log.exception("housekeeping_failed", type=type(error).__name__)
 
     def _show_counts(self) -> None:
+        self.admission.loads.show()
         stats = self.core.stats()
         metrics.ROUTER_REQUESTS_WAITING.set(stats["queued"])
         metrics.ROUTER_QUEUE_TOKENS.set(stats["queued_tokens"])

@@ -185,6 +185,8 @@ def trace_message(trace: Trace) -> pb.TraceRequestResponse:
         client_id=trace.client_id,
         request_id=trace.request_id,
         model=trace.model,
+        pool=trace.pool,
+        pool_reason=trace.pool_reason,
         prompt_tokens=trace.prompt_tokens,
         max_tokens=trace.max_tokens,
         state=trace.state,

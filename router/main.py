@@ -10,7 +10,7 @@ from typing import Final
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from twinpool import logs, metrics, rpc, tracing
-from twinpool.config import TwinpoolConfig
+from twinpool.config import TwinpoolConfig, served_pools
 from twinpool.errors import TwinpoolError
 from twinpool.live_config import ConfigFollower, LiveConfig, set_log_level
 from twinpool.logs import get_logger
@@ -114,10 +114,11 @@ async def _run(config: TwinpoolConfig) -> int:
 
 
 def _worker_watch(config: TwinpoolConfig, store: Store, router: Router) -> WorkerWatch:
+    pools = served_pools(config)
     return WorkerWatch(
         store,
         config.cluster.name,
-        pool=config.router.pool,
+        pool=pools[0] if len(pools) == 1 else None,
         on_event=router.on_member,
         is_alive=router.fleet.reachable,
         grace_seconds=config.cluster.lease_ttl_seconds + REGISTER_SECONDS,

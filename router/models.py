@@ -2,7 +2,7 @@
 """Which models the cluster serves, by which groups of workers, and their tokenizers."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -11,6 +11,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.membership import takes_work
+from twinpool.router.choice import Offer, PoolRule, choose
 from twinpool.router.request import Group
 from twinpool.router.tokenize import TokenizeHop
 from twinpool.text import Tokenizer, TokenizerLoadError
@@ -20,6 +21,8 @@ from twinpool.v1 import inference_pb2 as pb
 log = get_logger(__name__)
 
 _RELOAD_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+NO_RULE: Final = PoolRule()
 
 GroupId = tuple[str, str, str]
 
@@ -31,7 +34,6 @@ class _Members:
     records: dict[WorkerKey, control_pb2.WorkerRecord] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     load_error: str = ""
-    loading: asyncio.Task[None] | None = None
     # Made anew when the membership changes, not for every request.
     group: Group | None = None
 
@@ -45,6 +47,11 @@ class _Members:
         return self.ready(worker_pb2.ROLE_PREFILL) > 0 and self.ready(worker_pb2.ROLE_DECODE) > 0
 
     @property
+    def pool(self) -> str:
+        """The pool that they are of."""
+        return self.group.pool if self.group is not None else ""
+
+    @property
     def servable(self) -> bool:
         """Whether a request can be understood and placed."""
         return self.complete and self.tokenizer is not None
@@ -56,6 +63,8 @@ class Target:
 
     group: Group
     tokenizer: Tokenizer
+    why: str = ""
+    """Why its pool was chosen, for people."""
 
 
 def group_id(record: control_pb2.WorkerRecord) -> GroupId:
@@ -66,20 +75,21 @@ def group_id(record: control_pb2.WorkerRecord) -> GroupId:
 class ModelTable:
     """Follows the workers; answers which group and which tokenizer a model name means."""
 
-    def __init__(self, tokenize: TokenizeHop, tokenizer_path: str = "") -> None:
-        """``tokenizer_path`` is used where the workers' own path does not exist: a router on another machine."""
+    def __init__(self, tokenize: TokenizeHop, rules: Mapping[str, PoolRule] | None = None) -> None:
+        """``rules``: what is configured of pools. A rule's ``model_path`` is used where the workers' own path does not exist: a
+        router on another machine."""
         self._tokenize = tokenize
-        self._tokenizer_path = tokenizer_path
+        self._rules = rules or {}
         self._members: dict[GroupId, _Members] = {}
         # Of every path that was ever loaded: a model whose last worker restarts is back without a reload.
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._known: set[str] = set()
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._known = {rule.model for rule in self._rules.values() if rule.model}
 
     def close(self) -> None:
         """Ends what is still loading."""
-        for members in self._members.values():
-            if members.loading is not None:
-                members.loading.cancel()
+        for task in self._loading.values():
+            task.cancel()
 
     def upsert(self, key: WorkerKey, record: control_pb2.WorkerRecord) -> None:
         """Adds or updates a worker."""
@@ -88,22 +98,23 @@ class ModelTable:
         members.records[key] = record
         members.group = _make_group(members.records.values())
         self._known.add(record.model)
-        path = self._tokenizer_of(record)
+        path = self._path_of(record.model_path, record.pool)
         members.tokenizer = members.tokenizer or self._tokenizers.get(path)
-        if members.tokenizer is None and (members.loading is None or members.loading.done()):
-            members.loading = asyncio.get_running_loop().create_task(self._load(members, path))
+        # Pools that share a path share its tokenizer.
+        if members.tokenizer is None and path not in self._loading:
+            self._loading[path] = asyncio.get_running_loop().create_task(self._load(path))
 
     def remove(self, key: WorkerKey) -> None:
         """Forgets a worker."""
         self._drop(key, but=None)
 
-    def resolve(self, name: str, fingerprint: str = "") -> Target:
-        """Who answers for ``name`` ("" if there is only one model), with that KV format if it is given. Raises MODEL_NOT_FOUND,
-        NO_WORKERS."""
+    def resolve(self, name: str, fingerprint: str = "", pool: str = "") -> Target:
+        """Who answers for ``name`` ("" if there is only one model), with that KV format and in that pool if they are given. Raises
+        MODEL_NOT_FOUND, NO_WORKERS."""
         found = [
             members
-            for (_, _, own), members in self._members.items()
-            if _serves(members, name) and fingerprint in ("", own)
+            for (place, _, own), members in self._members.items()
+            if _serves(members, name) and fingerprint in ("", own) and pool in ("", place)
         ]
         if not found:
             if not self._members or name in self._known:
@@ -122,17 +133,59 @@ class ModelTable:
                 field="model",
             )
         best = max(found, key=lambda members: (members.complete, len(members.records)))
-        if best.tokenizer is None:
-            what = (
-                f"its tokenizer cannot be loaded: {best.load_error}" if best.load_error else "it is loading"
+        return _target(best)
+
+    def place(self, target: Target, prompt_tokens: int, priority: int) -> Target:
+        """Who answers a request for the model of ``target`` by the length of its prompt and by its priority. Raises NO_POOL,
+        NO_WORKERS."""
+        found = [
+            members
+            for (_, model, _), members in sorted(self._members.items())
+            if model == target.group.model and members.group is not None
+        ]
+        offers = [
+            Offer(
+                members.pool,
+                self._rule(members.pool).takes,
+                members.servable,
+                len(members.records),
             )
-            raise TwinpoolError("NO_WORKERS", f"model {name!r} is not ready: {what}", retry_after=1.0)
-        assert best.group is not None
-        return Target(best.group, best.tokenizer)
+            for members in found
+        ]
+        chosen = choose(offers, prompt_tokens, priority)
+        if chosen is not None:
+            at, why = chosen
+            # With one pool there is nothing to say.
+            return _target(found[at], why if len({offer.pool for offer in offers}) > 1 else "")
+        if not found and self._rule(target.group.pool).takes.suits(prompt_tokens, priority):
+            # Its workers have gone since it was resolved; they may come back while it waits.
+            return target
+        raise self._untaken(target.group.model, {offer.pool for offer in offers}, prompt_tokens, priority)
+
+    def _untaken(self, model: str, there: set[str], prompt_tokens: int, priority: int) -> TwinpoolError:
+        """Why no pool that has workers takes a request."""
+        known = {
+            pool: rule for pool, rule in self._rules.items() if pool in there or rule.model in ("", model)
+        }
+        for pool, rule in sorted(known.items()):
+            if rule.takes.suits(prompt_tokens, priority):
+                return TwinpoolError(
+                    "NO_WORKERS",
+                    f"no worker of pool {pool} is registered, which takes {rule.takes} of {model!r}",
+                    retry_after=1.0,
+                )
+        limits = "; ".join(f"{pool}: {rule.takes}" for pool, rule in sorted(known.items()))
+        return TwinpoolError(
+            "NO_POOL",
+            f"the prompt has {prompt_tokens} tokens and the priority is {priority}; the limit is one of {limits}",
+        )
+
+    def _rule(self, pool: str) -> PoolRule:
+        return self._rules.get(pool, NO_RULE)
 
     def tokenizer(self, group: Group) -> Tokenizer:
         """That of a group that was resolved before, whether or not it has workers now."""
-        return self._tokenizers[self._path_of(group.model_path)]
+        return self._tokenizers[self._path_of(group.model_path, group.pool)]
 
     def names(self) -> list[str]:
         """Names of the models, in order."""
@@ -154,7 +207,12 @@ class ModelTable:
                 pb.Model(
                     name=name,
                     family=best.group.family,
-                    max_context_tokens=best.group.max_context_tokens,
+                    # Of its pools, the one for the longest prompts.
+                    max_context_tokens=max(
+                        members.group.max_context_tokens
+                        for members in groups
+                        if members.group is not None and members.complete == best.complete
+                    ),
                     vocab_size=best.group.vocab_size,
                     block_tokens=best.group.block_tokens,
                     prefill_workers=sum(members.ready(worker_pb2.ROLE_PREFILL) for members in groups),
@@ -164,11 +222,8 @@ class ModelTable:
             )
         return answer
 
-    def _tokenizer_of(self, record: control_pb2.WorkerRecord) -> str:
-        return self._path_of(record.model_path)
-
-    def _path_of(self, own: str) -> str:
-        return own if Path(own).is_dir() or not self._tokenizer_path else self._tokenizer_path
+    def _path_of(self, own: str, pool: str) -> str:
+        return own if Path(own).is_dir() else self._rule(pool).model_path or own
 
     def _drop(self, key: WorkerKey, but: GroupId | None) -> None:
         for identity, members in list(self._members.items()):
@@ -178,22 +233,47 @@ class ModelTable:
                 members.group = _make_group(members.records.values())
                 continue
             del self._members[identity]
-            if members.loading is not None:
-                members.loading.cancel()
 
-    async def _load(self, members: _Members, path: str) -> None:
+    async def _load(self, path: str) -> None:
         attempt = 0
-        while True:
-            try:
-                members.tokenizer = self._tokenizers[path] = await self._tokenize.load(path)
-            except TokenizerLoadError as error:
-                members.load_error = str(error)
-                log.warning("tokenizer_load_failed", path=path, error=str(error))
-            else:
-                log.info("tokenizer_loaded", path=path)
-                return
-            await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS) - 1)])
-            attempt += 1
+        try:
+            while readers := self._readers(path):
+                try:
+                    loaded = self._tokenizers[path] = await self._tokenize.load(path)
+                except TokenizerLoadError as error:
+                    for members in readers:
+                        members.load_error = str(error)
+                    log.warning("tokenizer_load_failed", path=path, error=str(error))
+                else:
+                    for members in self._readers(path):
+                        members.tokenizer = loaded
+                    log.info("tokenizer_loaded", path=path)
+                    return
+                await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS) - 1)])
+                attempt += 1
+        finally:
+            del self._loading[path]
+
+    def _readers(self, path: str) -> list[_Members]:
+        """Those whose tokenizer lies there."""
+        return [
+            members
+            for members in self._members.values()
+            if members.group is not None
+            and self._path_of(members.group.model_path, members.group.pool) == path
+        ]
+
+
+def _target(members: _Members, why: str = "") -> Target:
+    """Raises NO_WORKERS while its tokenizer is missing."""
+    assert members.group is not None
+    if members.tokenizer is None:
+        error = members.load_error
+        what = f"its tokenizer cannot be loaded: {error}" if error else "it is loading"
+        raise TwinpoolError(
+            "NO_WORKERS", f"model {members.group.model!r} is not ready: {what}", retry_after=1.0
+        )
+    return Target(members.group, members.tokenizer, why)
 
 
 def _serves(members: _Members, name: str) -> bool:

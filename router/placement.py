@@ -18,7 +18,7 @@ import grpc.aio
 
 from twinpool import metrics
 from twinpool._core import RouterCore
-from twinpool.config import TwinpoolConfig
+from twinpool.config import TwinpoolConfig, served_pools
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.membership import takes_work
@@ -80,6 +80,7 @@ class Fleet:
         hello: pb.Hello,
     ) -> None:
         self._config = config
+        self._pools = frozenset(served_pools(config))
         self._admission = admission
         self._models = models
         self._locality = locality
@@ -102,7 +103,7 @@ class Fleet:
 
     def upsert(self, record: control_pb2.WorkerRecord) -> None:
         """A worker was registered or its record changed. Those of other pools are ignored."""
-        if record.pool != self._config.router.pool or record.role not in _ROLES or not record.endpoint:
+        if record.pool not in self._pools or record.role not in _ROLES or not record.endpoint:
             return
         key = WorkerKey(record.worker.name, record.worker.incarnation)
         for other in [other for other in self._workers if other.name == key.name and other != key]:

@@ -40,6 +40,7 @@ def made_portable(prepared: Prepared, grace_seconds: float, key: bytes, digest: 
         tenant=prepared.tenant,
         model=prepared.group.model,
         fingerprint=prepared.group.fingerprint,
+        pool=prepared.group.pool,
         sampling=prepared.sampling,
         stop=pb.StopConditions(
             max_tokens=prepared.max_tokens,

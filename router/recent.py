@@ -26,6 +26,7 @@ _COUNTED: Final = {
 _BY_REASON: Final = {"ended": metrics.ROUTER_REQUESTS, "refused": metrics.ROUTER_REJECTIONS}
 
 Key = tuple[str, str]
+PoolModel = tuple[str, str]
 
 
 class Recent:
@@ -39,9 +40,10 @@ class Recent:
         self._copies: deque[tuple[float, Mapping[Key, float]]] = deque()
         self.watch()
 
-    def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """A request's first token is about to be written, so long after the request's arrival."""
+    def first_token(self, seconds: float, prompt_tokens: int, pool: PoolModel = ("", "")) -> None:
+        """A request's first token is about to be written, so long after the request's arrival. ``pool``: pool and model."""
         metrics.ROUTER_TTFT.observe(seconds)
+        metrics.ROUTER_POOL_TTFT.labels(*pool).observe(seconds)
         self.ttft.add(seconds)
         if prompt_tokens <= self._config.short_prompt_tokens:
             metrics.ROUTER_SHORT_TTFT.observe(seconds)
@@ -53,9 +55,10 @@ class Recent:
         kinds = ("long" if tokens > most else "short" for tokens in (prompt_tokens, to_tokens))
         metrics.ROUTER_PREEMPTIONS.labels("_by_".join(kinds)).inc()
 
-    def next_tokens(self, seconds: float) -> None:
-        """Further tokens are about to be written, so long after the ones before."""
+    def next_tokens(self, seconds: float, pool: PoolModel = ("", "")) -> None:
+        """Further tokens are about to be written, so long after the ones before. ``pool``: pool and model."""
         metrics.ROUTER_ITL.observe(seconds)
+        metrics.ROUTER_POOL_ITL.labels(*pool).observe(seconds)
         self.itl.add(seconds)
 
     def watch(self) -> None:

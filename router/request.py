@@ -97,7 +97,8 @@ class Prepared:
     ``kept_tokens``: special tokens that are part of the text. ``turn``: how it is read, where it is the turn of a conversation.
     ``portable``: what another router needs of it, if it can
     be resumed; the decode worker keeps it.
-    ``prompt_logprobs``: alternatives to report a position of the prompt, by whoever computes it.
+    ``prompt_logprobs``: alternatives to report a position of the prompt, by whoever computes it. ``pool_reason``: why it goes to
+    the pool of its group, for people; "": the model has no other.
     """
 
     request_id: str
@@ -131,6 +132,7 @@ class Prepared:
     portable: PortableRequest | None = None
     prompt_logprobs: int | None = None
     session_id: str = ""
+    pool_reason: str = ""
 
     @property
     def session(self) -> bytes:

@@ -235,13 +235,20 @@ class InferenceService(SideCalls):
         call: Call[pb.GenerateResponse],
         span: Span,
         turn: AskedTurn | None,
+        *,
+        placed: bool = False,
     ) -> Prepared:
-        """Validate, tokenise, hash. Nothing is reserved anywhere yet."""
-        group = target.group
+        """Validate, tokenise, choose the pool, hash. Nothing is reserved anywhere yet. ``placed``: ``target`` is the pool that was
+        chosen."""
         plan = turn.planner.plan(turn.request, target.tokenizer) if turn is not None else None
-        params = check_params(request, self._limits, group, secrets.randbits(63))
+        params = check_params(request, self._limits, target.group, secrets.randbits(63))
         grammar = await self._grammar(request, plan)
         tokens, field, form = await self._prompt(request, target, plan)
+        chosen = target if placed else self._models.place(target, len(tokens), params.priority)
+        if chosen.tokenizer is not target.tokenizer:
+            # Its pool reads text in another way than the one that it was read for.
+            return await self._prepare(request, chosen, call, span, turn, placed=True)
+        group = chosen.group
         check_vocabulary(tokens, field, group)
         max_tokens = check_length(len(tokens), params, field, self._limits, group)
         root, hashes = self._tokenize.hash(tokens, group, params.tenant, params.adapter)
@@ -278,6 +285,7 @@ class InferenceService(SideCalls):
             kept_tokens=plan.kept_tokens if plan is not None else (),
             turn=form,
             span=span,
+            pool_reason=chosen.why,
         )
 
     async def _prompt(

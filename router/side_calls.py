@@ -153,6 +153,8 @@ class SideCalls(ABC):
         target = self._models.resolve(request.model)
         self._tenants.check_model(request.tenant, target.group.model)
         tokens, _ = await self._tokenize.prompt(request, target.tokenizer, target.group)
+        # The pool that will answer it computes it.
+        target = self._models.place(target, len(tokens), request.priority)
         root, hashes = self._tokenize.hash(tokens, target.group, request.tenant, request.adapter)
         request.token_ids.ids[:] = tokens.tolist()
         full = len(hashes) * target.group.block_tokens

@@ -163,7 +163,9 @@ class TakeOver:
         return kept
 
     def _prepared(self, state: PortableState) -> Prepared:
-        target = self._models.resolve(state.request.model, state.request.fingerprint)
+        request = state.request
+        # It stays in its pool, whose workers hold what is cached of it.
+        target = self._models.resolve(request.model, request.fingerprint, request.pool)
         return prepared_of(state, target.group)
 
 

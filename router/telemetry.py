@@ -43,6 +43,16 @@ class RouterTelemetry(RouterInspection):
             running_requests=max(0, self._admission.active - stats["queued"]),
             open_breakers=self._fleet.breakers.not_closed,
             conditions=[f"LocalityDegraded:{one.cause}" for one in self._locality.condition.causes],
+            pools=[
+                telemetry_pb2.PoolQueue(
+                    pool=pool,
+                    model=model,
+                    queued_requests=load.queued,
+                    queued_tokens=load.queued_tokens,
+                    running_requests=load.running,
+                )
+                for (pool, model), load in self._admission.loads.loads().items()
+            ],
         )
         self._recent.tell(telemetry)
         return pb.GetTelemetryResponse(router=self._name, incarnation=self._incarnation, telemetry=telemetry)

@@ -8,7 +8,7 @@ from typing import Final, Self
 from prometheus_client import Histogram
 
 from twinpool import metrics
-from twinpool.router.recent import Recent
+from twinpool.router.recent import PoolModel, Recent
 from twinpool.router.request import Prepared
 from twinpool.tracing import OFF, Span
 from twinpool.v1 import inference_pb2 as pb
@@ -42,6 +42,7 @@ class HopClock:
         "_arrival",
         "_first_token",
         "_last",
+        "_pool",
         "_prompt_tokens",
         "_recent",
         "_span",
@@ -50,9 +51,17 @@ class HopClock:
     )
 
     def __init__(
-        self, arrival: float, tokenized: float, prompt_tokens: int, recent: Recent, span: Span = OFF
+        self,
+        arrival: float,
+        tokenized: float,
+        prompt_tokens: int,
+        recent: Recent,
+        span: Span = OFF,
+        pool: PoolModel = ("", ""),
     ) -> None:
-        """The first two in ``time.monotonic`` seconds. ``recent`` hears what clients wait; ``span`` gets a child for each hop."""
+        """The first two in ``time.monotonic`` seconds. ``recent`` hears what clients wait; ``span`` gets a child for each hop.
+        ``pool``: pool and model."""
+        self._pool = pool
         self._span = span
         self._recent = recent
         self._prompt_tokens = prompt_tokens
@@ -66,7 +75,8 @@ class HopClock:
     @classmethod
     def of(cls, prepared: Prepared, recent: Recent) -> Self:
         """The clock of a request that was tokenised just now."""
-        return cls(prepared.arrival, prepared.tokenized, prepared.prompt_tokens, recent, prepared.span)
+        pool = (prepared.group.pool, prepared.group.model)
+        return cls(prepared.arrival, prepared.tokenized, prepared.prompt_tokens, recent, prepared.span, pool)
 
     def mark(self, hop: Hop, now: float | None = None) -> float:
         """``hop`` ends now. Returns what it took, in seconds."""
@@ -83,10 +93,10 @@ class HopClock:
         now = time.monotonic()
         before, self._tokens_at = self._tokens_at, now
         if before:
-            self._recent.next_tokens(now - before)
+            self._recent.next_tokens(now - before, self._pool)
             return False
         self._first_token = now - self._arrival
-        self._recent.first_token(self._first_token, self._prompt_tokens)
+        self._recent.first_token(self._first_token, self._prompt_tokens, self._pool)
         return True
 
     def finish(self, tokens: int) -> pb.HopTimings:

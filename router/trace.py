@@ -54,6 +54,7 @@ class Trace:
     prompt_tokens: int
     max_tokens: int
     pool: str = ""
+    pool_reason: str = ""
     tenant: str = ""
     output_tokens: int = 0
     ended: float = 0.0
@@ -116,6 +117,7 @@ class TraceBook:
             request_id=prepared.request_id,
             model=prepared.group.model,
             pool=prepared.group.pool,
+            pool_reason=prepared.pool_reason,
             tenant=prepared.tenant,
             arrived=time.time() - waited,
             prompt_tokens=prepared.prompt_tokens,

@@ -35,7 +35,17 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
     "model": frozenset({"path", "name"}),
     "kv_events": frozenset({"port"}),
     "router": frozenset(
-        {"host", "port", "reuse_port", "http_port", "name", "pool", "tenants_file", "resume_key_file"}
+        {
+            "host",
+            "port",
+            "reuse_port",
+            "http_port",
+            "name",
+            "pool",
+            "pools",
+            "tenants_file",
+            "resume_key_file",
+        }
     ),
     "worker": frozenset({"host", "port", "name", "pool"}),
     "metrics": frozenset({"enabled", "host", "port"}),
@@ -54,6 +64,12 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
             "decode_resources",
             "prefill_placement",
             "decode_placement",
+            "prompt_tokens_least",
+            "prompt_tokens_most",
+            "priority_least",
+            "priority_most",
+            "overflow",
+            "further",
             "pending_timeout_seconds",
             "stop_workers",
             "routers",

@@ -496,6 +496,8 @@ class RouterCore:
     def stats(self) -> dict[str, int]:
         """queued, queued_tokens, queued_bytes, state_<State>, requests, reservations, workers, tenants, bypassed, preempted,
         index_blocks, index_bytes, index_evicted, refused_<REASON>."""
+    def queues(self) -> dict[str, tuple[int, int]]:
+        """By pool: requests that wait in its queue, and their prompt tokens. Pools without any are left out."""
     def explain(self, request: int) -> dict[str, object]:
         """Why the last placement was made: cost terms of the chosen pair and of the best others, or the obstacle."""
 

@@ -56,6 +56,9 @@ def _print(trace: pb.TraceRequestResponse) -> None:
     out.print(
         f"arrived {arrived}Z  prompt {trace.prompt_tokens} tokens  at most {trace.max_tokens} more{own}"
     )
+    if trace.pool:
+        reason = f": it {trace.pool_reason}" if trace.pool_reason else ""
+        out.print(f"pool {trace.pool}{reason}")
     if trace.obstacle:
         out.print(f"not placed: {trace.obstacle}")
     out.print()

@@ -81,9 +81,20 @@ class Ended(Protocol):
     count: int
 
 
+class QueueSeen(Protocol):
+    """What a router has of a pool."""
+
+    pool: str
+    queued_requests: int
+    queued_tokens: int
+    running_requests: int
+
+
 class RouterLoad(Protocol):
     """What a router says of itself and of the last minute (``window``)."""
 
+    @property
+    def pools(self) -> Iterable[QueueSeen]: ...
     @property
     def window(self) -> Duration: ...
     @property
@@ -146,9 +157,10 @@ class OverviewSource:
         _count_workers(sums, workers)
         share = _share(found.workers, pool)
         _count_routers(sums, routers, share, at)
-        queued = round(sum(one.queued_requests for one in routers) * share)
-        queued_tokens = round(sum(one.queued_tokens for one in routers) * share)
-        running = round(sum(one.running_requests for one in routers) * share)
+        queued, queued_tokens, running = (
+            round(sum(amounts))
+            for amounts in zip(*(_queue(one, pool, share) for one in routers), strict=True)
+        )
         waiting = sum(one.counts.waiting_prefill_tokens for one in workers if one.reachable)
         return Sample(
             at,
@@ -166,7 +178,7 @@ class OverviewSource:
 
 
 def _share(workers: Sequence[WorkerSeen], pool: str) -> float:
-    """Routers do not tell pools apart: a pool is taken to have its share of the sequences that workers hold."""
+    """Of what has ended, routers do not tell pools apart: a pool is taken to have its share of the sequences that workers hold."""
     if all(one.record.pool == pool for one in workers):
         return 1.0
     held = {
@@ -179,6 +191,19 @@ def _share(workers: Sequence[WorkerSeen], pool: str) -> float:
     }
     total = held[True] + held[False]
     return held[True] / total if total else 0.0
+
+
+def _queue(router: RouterLoad, pool: str, share: float) -> tuple[float, float, float]:
+    """Requests of a pool that wait on a router, their prompt tokens, and requests that run."""
+    own = [each for each in router.pools if each.pool == pool]
+    if not own and not list(router.pools):
+        # One of a former version, or one without any request.
+        return router.queued_requests * share, router.queued_tokens * share, router.running_requests * share
+    return (
+        sum(each.queued_requests for each in own),
+        sum(each.queued_tokens for each in own),
+        sum(each.running_requests for each in own),
+    )
 
 
 def _count_workers(sums: _Sums, workers: Sequence[WorkerSeen]) -> None:

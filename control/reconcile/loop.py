@@ -19,7 +19,7 @@ from twinpool.config import TwinpoolConfig
 from twinpool.control.actors import Look
 from twinpool.control.cordons import Cordons
 from twinpool.control.events import EventLog
-from twinpool.control.gauges import show_pools
+from twinpool.control.gauges import show_pool
 from twinpool.control.operations import Operations
 from twinpool.control.pools import RayPools
 from twinpool.control.reconcile.crashes import CrashBook
@@ -57,7 +57,7 @@ log = get_logger(__name__)
 
 
 class Reconciler:
-    """One a control process; ``run`` while it leads. On its event loop."""
+    """One a pool; ``run`` while its control process leads. On the event loop. What one pool waits for holds up no other."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Reconciler:
         connect: Callable[[str], grpc.aio.Channel],
         leads: Callable[[], bool],
     ) -> None:
-        """``leads``: whether this process surely leads now."""
+        """``config``: as the processes of the pool see it. ``leads``: whether this process surely leads now."""
         self._view, self._pools, self._operations = view, pools, operations
         self._specs, self._cordons, self._events = specs, cordons, events
         self._connect, self._leads = connect, leads
@@ -108,29 +108,28 @@ class Reconciler:
                 log.exception("reconcile_failed", pool=self._pool)
                 self._wait_for(f"{type(error).__name__}: {error}")
             metrics.CONTROL_RECONCILE_TIME.labels(outcome).observe(time.monotonic() - began)
-            show_pools(self.status(spec.pool) for spec in self._specs.all())
+            with contextlib.suppress(TwinpoolError):  # its record could not be read yet
+                show_pool(self.status())
             await self._view.changed(CLOCK_SECONDS)
 
     # --- what others ask
 
-    def status(self, pool: str) -> pb.PoolStatus:
-        """What a pool shall be and what it is. Raises POOL_NOT_FOUND."""
-        spec = self._specs.get(pool)
-        records = {record.worker.name: record for record in self._view.workers(pool)}
+    def status(self) -> pb.PoolStatus:
+        """What the pool shall be and what it is. Raises POOL_NOT_FOUND before its record was read."""
+        spec = self._specs.get(self._pool)
+        records = {record.worker.name: record for record in self._view.workers(self._pool)}
         shown: dict[str, pb.Replica] = {}
-        if pool == self._pool:
-            now = time.monotonic()
-            for replica in self._replicas:
-                cause = self._watchman.cause(replica)
-                count = self._crashes.count(replica.name, now)
-                record = records.get(replica.name)
-                shown[replica.name] = self._phases.shown(replica, record, cause, count)
+        now = time.monotonic()
+        for replica in self._replicas:
+            cause = self._watchman.cause(replica)
+            count = self._crashes.count(replica.name, now)
+            record = records.get(replica.name)
+            shown[replica.name] = self._phases.shown(replica, record, cause, count)
         for name, record in records.items():
             if name not in shown:
                 shown[name] = _external(record)
-        managed = self._pools.managed and pool == self._pool
         replicas = [shown[name] for name in sorted(shown)]
-        return pb.PoolStatus(spec=spec, replicas=replicas, managed=managed, waiting=self._waiting)
+        return pb.PoolStatus(spec=spec, replicas=replicas, managed=self._pools.managed, waiting=self._waiting)
 
     def settled(self, wanted: dict[str, int] | None = None) -> bool:
         """Whether as many workers as are wanted (None: by the record) take work, and none is on its way out."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from twinpool.config import TwinpoolConfig
+from twinpool.config import TwinpoolConfig, pool_config, pool_names
 from twinpool.control.reconcile.plan import ROLES
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
@@ -33,7 +33,7 @@ def desired(spec: pb.PoolSpec) -> dict[str, int]:
 
 
 def configured(config: TwinpoolConfig) -> pb.PoolSpec:
-    """What the configuration says of its pool."""
+    """What the configuration of a pool says of it."""
     spec = pb.PoolSpec(pool=config.worker.pool, auto=config.rebalance.auto, generation=1)
     for role in ROLES:
         least, most = config.pools.bounds(role)
@@ -56,8 +56,9 @@ def merged(record: pb.PoolSpec, config: TwinpoolConfig) -> pb.PoolSpec:
     return spec
 
 
-def resized(record: pb.PoolSpec, prefill: int, decode: int) -> pb.PoolSpec:
-    """The record with other numbers. Equal to ``record`` if they are the same. Raises POOL_BOUNDS."""
+def resized(record: pb.PoolSpec, prefill: int, decode: int, key: str = "pools") -> pb.PoolSpec:
+    """The record with other numbers. Equal to ``record`` if they are the same. ``key``: where the bounds are configured. Raises
+    POOL_BOUNDS."""
     spec = pb.PoolSpec()
     spec.CopyFrom(record)
     for role, wanted in zip(ROLES, (prefill, decode), strict=True):
@@ -66,7 +67,7 @@ def resized(record: pb.PoolSpec, prefill: int, decode: int) -> pb.PoolSpec:
             raise TwinpoolError(
                 "POOL_BOUNDS",
                 f"{wanted} {role} workers of {record.pool} are not within {part.least} and {part.most} "
-                f"(pools.{role}_least, pools.{role}_most)",
+                f"({key}.{role}_least, {key}.{role}_most)",
             )
         part.desired = wanted
     if spec != record:
@@ -93,14 +94,22 @@ class PoolSpecs:
         """Ordered by name."""
         return [self._known[pool] for pool in sorted(self._known)]
 
-    async def load(self) -> bool:
-        """Reads the record of the own pool and takes what is new in the configuration into it. Whether it was changed. Raises
-        STORE_UNAVAILABLE."""
-        pool, before = self._config.worker.pool, None
+    def resized(self, pool: str, prefill: int, decode: int) -> pb.PoolSpec:
+        """The record of a pool with other numbers, not written yet. Raises POOL_NOT_FOUND, POOL_BOUNDS."""
+        return resized(self.get(pool), prefill, decode, self._key(pool))
+
+    async def load(self) -> list[str]:
+        """Reads the records of the configured pools and takes what is new in the configuration into them. Those that were changed.
+        Raises STORE_UNAVAILABLE."""
+        pools = pool_names(self._config)
+        return [pool for pool in pools if await self._load(pool, pool_config(self._config, pool))]
+
+    async def _load(self, pool: str, config: TwinpoolConfig) -> bool:
+        before = None
         for _ in range(TRIES):
             item = await asyncio.to_thread(self._store.get, self._keys.pool(pool))
             before = None if item is None else _parsed(item.value, pool)
-            spec = configured(self._config) if before is None else merged(before, self._config)
+            spec = configured(config) if before is None else merged(before, config)
             if before is not None and spec == before:
                 self._known[pool] = spec
                 return False
@@ -124,7 +133,8 @@ class PoolSpecs:
         """Writes other numbers of workers. The same again changes nothing, so a step that was interrupted may do it again.
 
         Raises POOL_NOT_FOUND, POOL_BOUNDS, STORE_UNAVAILABLE."""
-        return await self._change(pool, lambda record: resized(record, prefill, decode))
+        key = self._key(pool)
+        return await self._change(pool, lambda record: resized(record, prefill, decode, key))
 
     async def set_auto(self, pool: str, auto: bool) -> pb.PoolSpec:
         """Writes whether the split between the roles is changed without being asked for. Raises as ``resize``."""
@@ -138,6 +148,9 @@ class PoolSpecs:
             return spec
 
         return await self._change(pool, change)
+
+    def _key(self, pool: str) -> str:
+        return "pools" if pool == self._config.worker.pool else f"pools.further.{pool}"
 
     async def _change(self, pool: str, change: Callable[[pb.PoolSpec], pb.PoolSpec]) -> pb.PoolSpec:
         for _ in range(TRIES):

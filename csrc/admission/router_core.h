@@ -144,6 +144,8 @@ class RouterCore {
 
   // What there is (router_stats.cpp).
   [[nodiscard]] std::map<std::string, std::int64_t> stats() const;
+  /// By pool: requests that wait in its queue, and their prompt tokens. Pools without any are left out.
+  [[nodiscard]] std::map<std::string, std::pair<std::int64_t, std::int64_t>> queues() const;
   [[nodiscard]] const Request& request(std::uint64_t request) const;
   [[nodiscard]] std::vector<std::pair<std::uint64_t, std::uint32_t>> requests_on(const std::string& name,
                                                                                  std::uint64_t incarnation) const;

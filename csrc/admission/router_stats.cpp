@@ -48,6 +48,16 @@ std::map<std::string, std::int64_t> RouterCore::stats() const {
   return out;
 }
 
+std::map<std::string, std::pair<std::int64_t, std::int64_t>> RouterCore::queues() const {
+  std::map<std::string, std::pair<std::int64_t, std::int64_t>> out;
+  for (const auto& [name, id] : workers_.pool_ids()) {
+    if (id < pools_.size() && pools_[id]->queue.requests() > 0) {
+      out[name] = {static_cast<std::int64_t>(pools_[id]->queue.requests()), pools_[id]->queue.tokens()};
+    }
+  }
+  return out;
+}
+
 std::vector<std::pair<std::uint64_t, std::uint32_t>> RouterCore::requests_on(const std::string& name,
                                                                              std::uint64_t incarnation) const {
   std::vector<std::pair<std::uint64_t, std::uint32_t>> out;

@@ -174,6 +174,10 @@ void bind_requests(py::class_<Self>& core) {
     const CoreLock lock(self.mutex);
     return self.core.stats();
   });
+  core.def("queues", [](Self& self) {
+    const CoreLock lock(self.mutex);
+    return self.core.queues();
+  });
   core.def(
       "requests_on",
       [](Self& self, const std::string& name, std::uint64_t incarnation) {

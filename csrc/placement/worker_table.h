@@ -57,6 +57,8 @@ class WorkerTable {
 
   /// Number of a pool's name; the same name gives the same number for ever.
   std::uint32_t pool_id(const std::string& name);
+  /// Those numbers, by name.
+  [[nodiscard]] const std::unordered_map<std::string, std::uint32_t>& pool_ids() const noexcept { return pool_ids_; }
 
   /// Rises with everything that may let a waiting request be placed.
   [[nodiscard]] std::uint64_t version() const noexcept { return version_; }

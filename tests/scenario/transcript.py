@@ -215,6 +215,14 @@ def describe(session: Session, action: _core.Action) -> str:
     return f"place {name} attempt={action.attempt} {pair} {cached}{' local' if action.local else ''}{fetch}"
 
 
+def queues(session: Session, _names: list[str], _values: Values) -> list[str]:
+    """queues: what waits in each pool."""
+    found = session.core.queues().items()
+    return [f"{pool}: {requests} requests, {tokens} tokens" for pool, (requests, tokens) in found] or [
+        "nothing"
+    ]
+
+
 def plan(session: Session, _names: list[str], _values: Values) -> list[str]:
     """plan: what is to be done now."""
     return [describe(session, action) for action in session.core.plan(session.now)] or ["nothing"]
@@ -331,7 +339,7 @@ def traffic(session: Session, names: list[str], values: Values) -> list[str]:
 VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        at, config, event, explain, extend, finish, forget, index, learn, load, plan, prefix, quarantine, remove, stats, submit,
+        at, config, event, explain, extend, finish, forget, index, learn, load, plan, prefix, quarantine, queues, remove, stats, submit,
         tenant, traffic, wake, worker,
     )
 }  # fmt: skip

@@ -11,6 +11,7 @@ from tests.support.thread_pools import Site, ThreadPools
 from tests.support.waiting import until
 from twinpool.config import TwinpoolConfig
 from twinpool.control.controller import Controller
+from twinpool.control.reconcile.loop import Reconciler
 from twinpool.store import StoreServer, connect_store
 from twinpool.v1 import control_pb2 as pb
 
@@ -34,7 +35,14 @@ class Control:
             }
         )
         self.store = connect_store(self.config.cluster)
-        self.controller = Controller(self.config, self.store, Path(), ThreadPools(self.config, site))
+        self.controller = Controller(
+            self.config, self.store, Path(), lambda config: ThreadPools(config, site)
+        )
+
+    @property
+    def reconciler(self) -> Reconciler:
+        """That of the default pool."""
+        return self.controller.reconcilers["default"]
 
     async def start(self, *, leads: bool = True) -> Control:
         await self.controller.start()
@@ -52,14 +60,17 @@ class Control:
         self.proxy.cut()
         await self.stop()
 
-    async def scale(self, prefill: int | None, decode: int | None, **more: object) -> pb.Operation:
-        return await self.controller.scaling.begin("default", prefill, decode, **more)  # type: ignore[arg-type]
+    async def scale(
+        self, prefill: int | None, decode: int | None, pool: str = "default", **more: object
+    ) -> pb.Operation:
+        return await self.controller.scaling.begin(pool, prefill, decode, **more)  # type: ignore[arg-type]
 
     async def settled(self) -> None:
-        await until(lambda: self.controller.reconciler.turns and self.controller.reconciler.settled())
+        every = self.controller.reconcilers.values()
+        await until(lambda: all(each.turns and each.settled() for each in every))
 
-    def status(self) -> dict[str, int]:
-        status = self.controller.reconciler.status("default")
+    def status(self, pool: str = "default") -> dict[str, int]:
+        status = self.controller.reconcilers[pool].status()
         return {replica.worker: replica.phase for replica in status.replicas}
 
     def reasons(self) -> list[str]:

@@ -161,10 +161,12 @@ async def fake_cluster(
     prefill_script: Script | None = None,
     decode_script: Script | None = None,
     settings: dict[str, object] | None = None,
+    pools: dict[str, object] | None = None,
     audit_file: str = os.devnull,
     **record: object,
 ) -> AsyncIterator[FakeCluster]:
-    """A router with so many fake workers of each role, all ready. ``record``: fields of the workers' records.
+    """A router with so many fake workers of each role, all ready. ``record``: fields of the workers' records; ``settings`` and
+    ``pools``: those sections of its configuration.
 
     ``audit_file``: of the router, whose log would else be mixed with what a command prints in this process."""
     config = TwinpoolConfig(
@@ -172,6 +174,7 @@ async def fake_cluster(
         router={"cancel_timeout_seconds": 1.0, "local_prefill": False, **(settings or {})},  # type: ignore[arg-type]
         rpc={"connect_timeout_seconds": 2.0},  # type: ignore[arg-type]
         audit={"file": audit_file},  # type: ignore[arg-type]
+        pools=pools or {},  # type: ignore[arg-type]
     )
     live = LiveConfig(config)
     router = Router(live.following, "router-test")

@@ -25,8 +25,8 @@ from twinpool.v1 import worker_pb2, worker_pb2_grpc
 class ThreadWorker(worker_pb2_grpc.WorkerServiceServicer):
     """One incarnation of one worker."""
 
-    def __init__(self, site: Site, name: str, role: str) -> None:
-        self.site, self.name, self.role = site, name, role
+    def __init__(self, site: Site, name: str, role: str, pool: str) -> None:
+        self.site, self.name, self.role, self.pool = site, name, role, pool
         self.key = worker_pb2.WorkerId(name=name, incarnation=new_incarnation())
         self.requests = 0
         self.told: list[bool] = []
@@ -40,7 +40,7 @@ class ThreadWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self._server.start()
         record = pb.WorkerRecord(
             worker=self.key,
-            pool="default",
+            pool=self.pool,
             role=ROLE_VALUES[self.role],
             state=pb.WORKER_STATE_READY,
             endpoint=f"127.0.0.1:{port}",
@@ -84,7 +84,7 @@ class Site:
     def __init__(self, store: Store, cluster: str, lease_seconds: int) -> None:
         self.store, self.cluster, self.lease_seconds = store, cluster, lease_seconds
         self.workers: dict[str, ThreadWorker] = {}
-        self.waiting: dict[str, str] = {}
+        self.waiting: dict[str, tuple[str, str]] = {}
         self.places = 100
         self.broken: set[str] = set()
         self.stubborn: set[str] = set()
@@ -98,19 +98,19 @@ class Site:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def add(self, name: str, role: str) -> None:
+    async def add(self, name: str, role: str, pool: str) -> None:
         self.started.append(name)
         if len(self.workers) >= self.places:
-            self.waiting[name] = role
+            self.waiting[name] = (role, pool)
         elif name not in self.broken:
-            self.workers[name] = ThreadWorker(self, name, role)
+            self.workers[name] = ThreadWorker(self, name, role, pool)
             await self.workers[name].start()
 
     async def make_room(self, places: int) -> None:
         self.places, waiting = places, self.waiting
         self.waiting = {}
-        for name, role in waiting.items():
-            await self.add(name, role)
+        for name, (role, pool) in waiting.items():
+            await self.add(name, role, pool)
 
     async def end(self, name: str) -> None:
         self.waiting.pop(name, None)
@@ -125,11 +125,12 @@ class Site:
 
 
 class ThreadPools(RayPools):
-    """A control process's hold on a site."""
+    """A control process's hold on those of a pool's workers that are on a site."""
 
     def __init__(self, config: TwinpoolConfig, site: Site) -> None:
         super().__init__(config, Path("/nonexistent"))
         self.site = site
+        self._pool = config.worker.pool
         self._mine: dict[str, str] = {}
 
     @property
@@ -146,12 +147,15 @@ class ThreadPools(RayPools):
         pass
 
     async def adopt(self) -> None:
-        self._mine = {name: worker.role for name, worker in self.site.workers.items()} | self.site.waiting
+        run = {name: (worker.role, worker.pool) for name, worker in self.site.workers.items()}
+        self._mine = {
+            name: role for name, (role, pool) in (run | self.site.waiting).items() if pool == self._pool
+        }
 
     async def add(self, role: str, name: str) -> None:
         if name not in self._mine:
             self._mine[name] = role
-            await self.site.add(name, role)
+            await self.site.add(name, role, self._pool)
 
     async def retire(self, name: str) -> None:
         await self.site.end(name)
@@ -166,7 +170,7 @@ class ThreadPools(RayPools):
 
     async def lacking(self, role: str) -> tuple[int, str]:
         waiting = list(self.site.waiting.values())
-        return waiting.count(role), "it needs CPU 1; missing CPU" if waiting else ""
+        return waiting.count((role, self._pool)), "it needs CPU 1; missing CPU" if waiting else ""
 
     def check_one(self, name: str) -> None:
         if name in self.site.broken and name in self._mine:

@@ -2,10 +2,11 @@
 """Configuration of every process: flags over environment over YAML file over defaults."""
 
 from twinpool.config.audit import AuditConfig
+from twinpool.config.further import pool_config, pool_keys, pool_names, served_name, served_pools
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
 from twinpool.config.model import TwinpoolConfig, fields, sections
 from twinpool.config.page import config_schema
-from twinpool.config.pools import ControlSection, PoolsSection
+from twinpool.config.pools import ControlSection, FurtherPool, PoolKeys, PoolsSection
 from twinpool.config.rebalance import RebalanceSection
 from twinpool.config.reload import Values, check_reloadable, overlay, reloadable, source_of, value_at
 from twinpool.config.router import RouterSection
@@ -33,11 +34,13 @@ __all__ = [
     "ClusterConfig",
     "ConfigError",
     "ControlSection",
+    "FurtherPool",
     "KVConfig",
     "KvEventsConfig",
     "LogConfig",
     "MetricsConfig",
     "ModelSection",
+    "PoolKeys",
     "PoolsSection",
     "RebalanceSection",
     "RouterSection",
@@ -56,8 +59,13 @@ __all__ = [
     "fields",
     "load_config",
     "overlay",
+    "pool_config",
+    "pool_keys",
+    "pool_names",
     "reloadable",
     "sections",
+    "served_name",
+    "served_pools",
     "source_of",
     "to_env",
     "to_yaml",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
@@ -64,3 +64,4 @@ OptionalName = Annotated[str, AfterValidator(_optional_name)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(split_list), NoDecode]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(split_list), NoDecode]
+Names = Annotated[tuple[Name, ...], BeforeValidator(split_list), NoDecode, Field(max_length=64)]

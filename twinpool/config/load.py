@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,7 +151,8 @@ def explain(error: ValidationError, origin: Mapping[str, str]) -> ConfigError:
         text = fault["msg"].removeprefix("Value error, ")
         if key:
             source = origin.get(key, "default")
-            lines.append(f"{key} = {_shown(fault['input'])} ({source}): {text}")
+            deep = ".".join(str(part) for part in fault["loc"])
+            lines.append(f"{deep} = {_shown(fault['input'])} ({source}): {text}")
         else:
             # A rule between keys: its message starts with the key at fault.
             key = text.partition(":")[0]
@@ -186,4 +188,6 @@ def _env_value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value)
+    if isinstance(value, dict):
+        return json.dumps({key: each.model_dump(mode="json") for key, each in value.items()})
     return str(value)

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from twinpool.config.audit import AuditConfig
 from twinpool.config.base import Section
+from twinpool.config.further import further_rules
 from twinpool.config.pools import ControlSection, PoolsSection, broken_pool_rules
 from twinpool.config.rebalance import RebalanceSection, rebalance_rules
 from twinpool.config.router import RouterSection
@@ -125,6 +126,7 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
             f"router.max_prompt_tokens = {router.max_prompt_tokens}, which takes up to {wire} bytes between router and worker"
         )
     yield from broken_pool_rules(config.pools)
+    yield from further_rules(config)
     yield from rebalance_rules(config.rebalance)
     yield from _file_rules(config)
 

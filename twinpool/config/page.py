@@ -71,6 +71,8 @@ def _values(info: FieldInfo) -> str:
         return " ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) in (tuple, types.GenericAlias):
         return "list"
+    if get_origin(kind) is dict:
+        return "map"
     low = high = step = ""
     for mark in info.metadata:
         if isinstance(mark, Ge):

@@ -3,20 +3,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from twinpool.config.base import Section, Texts, split_list
+from twinpool.config.base import Name, Section, Texts, split_list
 
 WORKERS_MAX: Final = 4096
 """Most workers of one role in a pool."""
 
 RESOURCES_MAX: Final = 16
 """Most kinds of resources that a worker may need."""
+
+POOLS_MAX: Final = 64
+"""Most further pools."""
+
+PROMPT_TOKENS_MAX: Final = 1 << 26
+"""No prompt is longer; see router.max_prompt_tokens."""
+
+PRIORITY_MAX: Final = 100
+"""Priorities of requests are within minus and plus so much."""
+
+Keys = dict[str, Any]
 
 
 def _resources(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -85,8 +99,8 @@ class ControlSection(Section):
     )
 
 
-class PoolsSection(Section):
-    """How many workers the control process runs, and how Ray runs them."""
+class PoolKeys(Section):
+    """One pool: how many workers it has, how Ray runs them, and which requests of its model it takes."""
 
     prefill_workers: int = Field(
         default=1,
@@ -104,6 +118,98 @@ class PoolsSection(Section):
     prefill_most: int = Field(default=WORKERS_MAX, ge=0, le=WORKERS_MAX, description="Most prefill workers.")
     decode_least: int = Field(default=0, ge=0, le=WORKERS_MAX, description="Fewest decode workers.")
     decode_most: int = Field(default=WORKERS_MAX, ge=0, le=WORKERS_MAX, description="Most decode workers.")
+    prefill_resources: Resources = Field(default=(), description=_RESOURCES_HELP.format("prefill"))
+    decode_resources: Resources = Field(default=(), description=_RESOURCES_HELP.format("decode"))
+    prefill_placement: Placement = Field(default="default", description=_PLACEMENT_HELP.format("prefill"))
+    decode_placement: Placement = Field(default="default", description=_PLACEMENT_HELP.format("decode"))
+    prompt_tokens_least: int = Field(
+        default=0, ge=0, le=PROMPT_TOKENS_MAX, description="Shortest prompt that the pool takes, in tokens."
+    )
+    prompt_tokens_most: int = Field(
+        default=PROMPT_TOKENS_MAX,
+        ge=0,
+        le=PROMPT_TOKENS_MAX,
+        description="Longest prompt that the pool takes, in tokens.",
+    )
+    priority_least: int = Field(
+        default=-PRIORITY_MAX,
+        ge=-PRIORITY_MAX,
+        le=PRIORITY_MAX,
+        description="Lowest priority of a request that the pool takes.",
+    )
+    priority_most: int = Field(
+        default=PRIORITY_MAX,
+        ge=-PRIORITY_MAX,
+        le=PRIORITY_MAX,
+        description="Highest priority of a request that the pool takes.",
+    )
+    overflow: bool = Field(
+        default=False,
+        description="Take also requests of the model whose own pools have no pair of workers that is ready.",
+    )
+
+    def workers(self, role: str) -> int:
+        """How many of a role there are at first."""
+        return self.prefill_workers if role == "prefill" else self.decode_workers
+
+    @property
+    def managed(self) -> bool:
+        """Whether the control process runs its workers; if it wants none at first, others do."""
+        return self.prefill_workers + self.decode_workers > 0
+
+    def bounds(self, role: str) -> tuple[int, int]:
+        """(fewest, most) of a role."""
+        if role == "prefill":
+            return self.prefill_least, self.prefill_most
+        return self.decode_least, self.decode_most
+
+    def resources(self, role: str) -> dict[str, float]:
+        """What a worker of a role needs, by Ray's names; empty: nothing is said."""
+        given = self.prefill_resources if role == "prefill" else self.decode_resources
+        return {part.partition("=")[0].strip(): float(part.partition("=")[2]) for part in given}
+
+    def placement(self, role: str) -> Placement:
+        """How the node of a worker of a role is chosen."""
+        return self.prefill_placement if role == "prefill" else self.decode_placement
+
+
+class FurtherPool(PoolKeys):
+    """A pool beside the one of `worker.pool`. What it does not set is as the sections say that all pools share."""
+
+    model: Keys = Field(
+        default={}, description="Keys of `model` that differ. A path without a name gives the name, too."
+    )
+    kv: Keys = Field(default={}, description="Keys of `kv` that differ.")
+    scheduler: Keys = Field(default={}, description="Keys of `scheduler` that differ.")
+    transfer: Keys = Field(default={}, description="Keys of `transfer` that differ.")
+    worker: Keys = Field(default={}, description="Keys of `worker` that differ, but for name and pool.")
+
+
+def _mapping(value: object) -> object:
+    """An environment variable or a flag holds it as JSON or YAML."""
+    if not isinstance(value, str):
+        return value
+    # Not all of JSON is YAML: its escapes of characters beyond 16 bits are not.
+    with contextlib.suppress(ValueError):
+        return json.loads(value)
+    try:
+        return yaml.safe_load(value) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"is neither JSON nor YAML: {error}") from None
+
+
+FurtherPools = Annotated[dict[Name, FurtherPool], BeforeValidator(_mapping), NoDecode]
+
+
+class PoolsSection(PoolKeys):
+    """The pool of `worker.pool`, further pools, and how Ray runs all of them."""
+
+    further: FurtherPools = Field(
+        default={},
+        max_length=POOLS_MAX,
+        description="Further pools by name, each with the keys of a pool (prefill_workers … overflow) and with what differs in "
+        "model, kv, scheduler, transfer and worker; see docs/pools.md.",
+    )
     routers: int = Field(default=1, ge=0, le=64, description="Router processes of a local cluster.")
     start_timeout_seconds: float = Field(
         default=300.0,
@@ -130,34 +236,11 @@ class PoolsSection(Section):
     max_restarts: int = Field(
         default=-1, ge=-1, le=1 << 20, description="How often Ray restarts a worker that died; -1: always."
     )
-    prefill_resources: Resources = Field(default=(), description=_RESOURCES_HELP.format("prefill"))
-    decode_resources: Resources = Field(default=(), description=_RESOURCES_HELP.format("decode"))
-    prefill_placement: Placement = Field(default="default", description=_PLACEMENT_HELP.format("prefill"))
-    decode_placement: Placement = Field(default="default", description=_PLACEMENT_HELP.format("decode"))
     stop_workers: bool = Field(
         default=True,
         description="Whether the workers end with a control process that is told to stop. Off: they stay in the Ray cluster that "
         "is joined, for the control process that stands by or comes next.",
     )
-
-    def workers(self, role: str) -> int:
-        """How many of a role there are at first."""
-        return self.prefill_workers if role == "prefill" else self.decode_workers
-
-    def bounds(self, role: str) -> tuple[int, int]:
-        """(fewest, most) of a role."""
-        if role == "prefill":
-            return self.prefill_least, self.prefill_most
-        return self.decode_least, self.decode_most
-
-    def resources(self, role: str) -> dict[str, float]:
-        """What a worker of a role needs, by Ray's names; empty: nothing is said."""
-        given = self.prefill_resources if role == "prefill" else self.decode_resources
-        return {part.partition("=")[0].strip(): float(part.partition("=")[2]) for part in given}
-
-    def placement(self, role: str) -> Placement:
-        """How the node of a worker of a role is chosen."""
-        return self.prefill_placement if role == "prefill" else self.decode_placement
 
 
 def broken_pool_rules(pools: PoolsSection) -> Iterator[str]:
@@ -167,10 +250,14 @@ def broken_pool_rules(pools: PoolsSection) -> Iterator[str]:
         if least > most:
             yield f"pools.{role}_least: {least} exceeds pools.{role}_most = {most}"
         # A control process that runs no workers has no use for bounds.
-        elif pools.prefill_workers + pools.decode_workers and not least <= pools.workers(role) <= most:
+        elif pools.managed and not least <= pools.workers(role) <= most:
             yield (
                 f"pools.{role}_workers: {pools.workers(role)} is not within pools.{role}_least = {least} and "
                 f"pools.{role}_most = {most}"
             )
+    for kind in ("prompt_tokens", "priority"):
+        low, high = getattr(pools, f"{kind}_least"), getattr(pools, f"{kind}_most")
+        if low > high:
+            yield f"pools.{kind}_least: {low} exceeds pools.{kind}_most = {high}"
     if not pools.stop_workers and not pools.ray_address:
         yield "pools.stop_workers: cannot be off without pools.ray_address: a local Ray ends with its control process"

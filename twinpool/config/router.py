@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from twinpool.config.base import RELOADABLE, Name, OptionalName
+from twinpool.config.base import RELOADABLE, Name, Names, OptionalName
 from twinpool.config.requests import RequestLimits
 
 MiB = 1 << 20
@@ -22,9 +22,10 @@ class RouterSection(RequestLimits):
     )
     name: OptionalName = Field(default="", description="Stable name; empty: router and a random suffix.")
     pool: Name = Field(default="default", description="Pool whose workers answer.")
-    tokenizer_threads: int = Field(
-        default=1, ge=1, le=64, description="Threads that tokenise, beside the event loop."
+    pools: Names = Field(
+        default=(), description="Pools whose workers answer; empty: router.pool and those of pools.further."
     )
+    tokenizer_threads: int = Field(default=1, ge=1, le=64, description="Threads that tokenise.")
 
     trace_requests: int = Field(
         default=1000,

@@ -92,6 +92,13 @@ _REQUEST = (
         "Use a name that ListModels returns.",
     ),
     ErrorSpec(
+        "NO_POOL",
+        C.FAILED_PRECONDITION,
+        False,
+        "no pool of the model takes requests of this length and priority",
+        "Use a prompt length and a priority that the message names, or have the operator give the pools other classes.",
+    ),
+    ErrorSpec(
         "ADAPTER_NOT_FOUND",
         C.NOT_FOUND,
         False,

@@ -25,6 +25,7 @@ from twinpool.metric_buckets import (
 )
 from twinpool.metric_endpoint import start_http as start_http
 from twinpool.metrics.control import *  # noqa: F403
+from twinpool.metrics.pools import *  # noqa: F403
 from twinpool.metrics.roles import *  # noqa: F403
 from twinpool.metrics.store import *  # noqa: F403
 from twinpool.metrics.transfer import *  # noqa: F403

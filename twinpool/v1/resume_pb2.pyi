@@ -82,6 +82,7 @@ class PortableRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """The stream."""
     client_id: _builtins.str
@@ -118,6 +119,8 @@ class PortableRequest(_message.Message):
     """
     session_id: _builtins.str
     """The tenant's session; empty: none."""
+    pool: _builtins.str
+    """The pool that it stays in; empty: any of the model and the fingerprint."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """How tokens are drawn, the seed included."""
@@ -163,10 +166,11 @@ class PortableRequest(_message.Message):
         turn: Global___TurnForm | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         session_id: _builtins.str = ...,
+        pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grace", b"grace", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "preemptible", b"preemptible", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "root_hash", b"root_hash", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "client_id", b"client_id", "digest", b"digest", "fingerprint", b"fingerprint", "grace", b"grace", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "logprobs", b"logprobs", "model", b"model", "moves", b"moves", "n", b"n", "pool", b"pool", "preemptible", b"preemptible", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "root_hash", b"root_hash", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stream_id", b"stream_id", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -699,6 +699,8 @@ class TraceRequestResponse(_message.Message):
     OBSTACLE_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    POOL_REASON_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     """The id that the client gave, or the router's."""
     request_id: _builtins.str
@@ -715,6 +717,10 @@ class TraceRequestResponse(_message.Message):
     """Why it ended otherwise than well."""
     obstacle: _builtins.str
     """Why it is not placed; empty if it is."""
+    pool: _builtins.str
+    """The pool that it went to."""
+    pool_reason: _builtins.str
+    """Why that one, in words; empty: its model has no other."""
     @_builtins.property
     def arrived(self) -> _timestamp_pb2.Timestamp:
         """When it arrived."""
@@ -741,10 +747,12 @@ class TraceRequestResponse(_message.Message):
         obstacle: _builtins.str = ...,
         attempts: _abc.Iterable[Global___TraceAttempt] | None = ...,
         events: _abc.Iterable[Global___TraceEvent] | None = ...,
+        pool: _builtins.str = ...,
+        pool_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "attempts", b"attempts", "cause", b"cause", "client_id", b"client_id", "events", b"events", "max_tokens", b"max_tokens", "model", b"model", "obstacle", b"obstacle", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "attempts", b"attempts", "cause", b"cause", "client_id", b"client_id", "events", b"events", "max_tokens", b"max_tokens", "model", b"model", "obstacle", b"obstacle", "pool", b"pool", "pool_reason", b"pool_reason", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

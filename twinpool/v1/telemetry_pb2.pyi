@@ -143,6 +143,7 @@ class RouterTelemetry(_message.Message):
     TIME_TO_FIRST_TOKEN_SUMMARY_FIELD_NUMBER: _builtins.int
     INTER_TOKEN_LATENCY_SUMMARY_FIELD_NUMBER: _builtins.int
     SHORT_TIME_TO_FIRST_TOKEN_SUMMARY_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     """Requests in the queue."""
     queued_tokens: _builtins.int
@@ -199,6 +200,10 @@ class RouterTelemetry(_message.Message):
     def short_time_to_first_token_summary(self) -> Global___LatencySummary:
         """See above."""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolQueue]:
+        """What each pool has of the requests above, ordered by pool and model. A pool without any may be left out."""
+
     def __init__(
         self,
         *,
@@ -220,14 +225,53 @@ class RouterTelemetry(_message.Message):
         time_to_first_token_summary: Global___LatencySummary | None = ...,
         inter_token_latency_summary: Global___LatencySummary | None = ...,
         short_time_to_first_token_summary: Global___LatencySummary | None = ...,
+        pools: _abc.Iterable[Global___PoolQueue] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "inter_token_latency_summary", b"inter_token_latency_summary", "short_time_to_first_token", b"short_time_to_first_token", "short_time_to_first_token_summary", b"short_time_to_first_token_summary", "time_to_first_token", b"time_to_first_token", "time_to_first_token_summary", b"time_to_first_token_summary", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "conditions", b"conditions", "ended", b"ended", "generation_tokens", b"generation_tokens", "inter_token_latency", b"inter_token_latency", "inter_token_latency_summary", b"inter_token_latency_summary", "open_breakers", b"open_breakers", "prompt_tokens", b"prompt_tokens", "query_tokens", b"query_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "refused", b"refused", "running_requests", b"running_requests", "short_time_to_first_token", b"short_time_to_first_token", "short_time_to_first_token_summary", b"short_time_to_first_token_summary", "time_to_first_token", b"time_to_first_token", "time_to_first_token_summary", b"time_to_first_token_summary", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "conditions", b"conditions", "ended", b"ended", "generation_tokens", b"generation_tokens", "inter_token_latency", b"inter_token_latency", "inter_token_latency_summary", b"inter_token_latency_summary", "open_breakers", b"open_breakers", "pools", b"pools", "prompt_tokens", b"prompt_tokens", "query_tokens", b"query_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "refused", b"refused", "running_requests", b"running_requests", "short_time_to_first_token", b"short_time_to_first_token", "short_time_to_first_token_summary", b"short_time_to_first_token_summary", "time_to_first_token", b"time_to_first_token", "time_to_first_token_summary", b"time_to_first_token_summary", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterTelemetry: _TypeAlias = RouterTelemetry  # noqa: Y015
+
+@_typing.final
+class PoolQueue(_message.Message):
+    """Requests of one pool on one router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool."""
+    model: _builtins.str
+    """The model."""
+    queued_requests: _builtins.int
+    """Requests in its queue."""
+    queued_tokens: _builtins.int
+    """Prompt tokens of them."""
+    running_requests: _builtins.int
+    """Requests placed and not ended."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        model: _builtins.str = ...,
+        queued_requests: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
+        running_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "running_requests", b"running_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolQueue: _TypeAlias = PoolQueue  # noqa: Y015
 
 @_typing.final
 class RequestHop(_message.Message):

@@ -29,6 +29,7 @@ from twinpool.v1 import control_pb2, control_pb2_grpc, router_pb2, worker_pb2, w
 CONFIG = RpcConfig()
 UNAUDITED = {
     # They say what the cluster is, and are asked again and again.
+    "ControlService/GetConfig",
     "ControlService/ListWorkers",
     "ControlService/GetOperation",
     "ControlService/ListOperations",

@@ -24,6 +24,9 @@ BOUNDED = {
     "outcome",
     "code",
     "role",
+    # Those of the configuration.
+    "pool",
+    "model",
     "state",
     "kind",
     "cause",
@@ -31,8 +34,6 @@ BOUNDED = {
     "watch",
     "source",
     "finished_reason",
-    # Those of the configuration.
-    "pool",
     # Only tenants of the operator's file, and "other".
     "tenant",
 }

@@ -11,7 +11,7 @@ from tests.support.thread_pools import Site
 from tests.support.waiting import until
 from tests.unit.control.rebalancing_pool import Pool, loop_of
 from twinpool.config import TwinpoolConfig
-from twinpool.control.gauges import show_leader, show_operation, show_pools, show_running
+from twinpool.control.gauges import show_leader, show_operation, show_pool, show_running
 from twinpool.store import StoreServer, connect_store
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import worker_pb2
@@ -41,18 +41,19 @@ def nothing_left() -> Iterator[None]:
     show_leader(False)
 
 
-def test_pools_are_shown_by_role_and_those_that_are_gone_go() -> None:
+def test_pools_are_shown_by_role_while_the_process_leads() -> None:
     ready, pending = pb.REPLICA_PHASE_READY, pb.REPLICA_PHASE_PENDING
-    show_pools([status("a", 1, 3, ready, ready, pending), status("b", 0, 0)])
+    show_pool(status("a", 1, 3, ready, ready, pending))
+    show_pool(status("b", 0, 0))
     assert value("desired_workers", pool="a", role="decode") == 3
     assert value("ready_workers", pool="a", role="decode") == 2
     assert value("ready_workers", pool="a", role="prefill") == 0
     assert value("replicas", pool="a", role="decode", state="pending") == 1
     assert value("desired_workers", pool="b", role="decode") == 0
-    show_pools([status("a", 1, 3, ready, ready, ready)])
+    show_pool(status("a", 1, 3, ready, ready, ready))
     assert value("replicas", pool="a", role="decode", state="pending") == 0
     assert value("ready_workers", pool="a", role="decode") == 3
-    assert value("desired_workers", pool="b", role="decode") is None
+    assert value("desired_workers", pool="b", role="decode") == 0
     show_leader(False)
     assert value("ready_workers", pool="a", role="decode") is None
     assert value("leader") == 0

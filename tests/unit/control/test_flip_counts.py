@@ -72,7 +72,7 @@ async def world(
     try:
         specs, made = PoolSpecs(store, config), Surrounded()
         await specs.load()
-        FlipCounts(cast(Operations, made), specs, "default")
+        FlipCounts(cast(Operations, made), specs, ["default"])
         yield made, specs
     finally:
         store.close()

@@ -59,6 +59,7 @@ def overview(workers: list[SimpleNamespace], **router: object) -> Overview:
         "queued_tokens": 400,
         "running_requests": 5,
         "generation_tokens": 3000,
+        "pools": [],
     }
     telemetry = SimpleNamespace(**(said | router))
     return cast(
@@ -125,3 +126,20 @@ async def test_whoever_does_not_answer_is_not_fit_and_nobody_is_nothing() -> Non
     assert sample.queued == 2
     workers[0].reachable = False
     assert await source.sample("default", 105.0) is None
+
+
+async def test_what_waits_for_another_pool_is_not_counted() -> None:
+    workers = [seen("p", "prefill"), seen("x", "prefill", "other")]
+    pools = [
+        SimpleNamespace(pool="default", queued_requests=1, queued_tokens=10, running_requests=2),
+        SimpleNamespace(pool="other", queued_requests=40, queued_tokens=4000, running_requests=9),
+    ]
+
+    async def ask() -> Overview:
+        return overview(workers, pools=pools, queued_requests=41, queued_tokens=4010)
+
+    source = OverviewSource(ask)
+    own, other = await source.sample("default", 100.0), await source.sample("other", 100.0)
+    assert own is not None
+    assert other is not None
+    assert (own.queued, own.queued_tokens, other.queued, other.queued_tokens) == (1, 10, 40, 4000)

@@ -158,13 +158,13 @@ async def test_a_worker_that_an_operator_drains_is_not_replaced_until_the_pool_i
         drain = await made.controller.operations.begin(pb.OPERATION_KIND_DRAIN, "default-decode-0", None)
         await ended(drain, pb.OPERATION_STATE_SUCCEEDED)
         await until(lambda: made.status().get("default-decode-0") == pb.REPLICA_PHASE_HELD)
-        assert made.controller.reconciler.turns
-        turns = made.controller.reconciler.turns
-        await until(lambda: made.controller.reconciler.turns > turns + 2)
+        assert made.reconciler.turns
+        turns = made.reconciler.turns
+        await until(lambda: made.reconciler.turns > turns + 2)
         assert sorted(site.workers) == ["default-decode-1", "default-prefill-0"]
     # Whoever comes after keeps it out, too.
     async with control(server, site, decode_workers=2) as made:
-        await until(lambda: made.controller.reconciler.turns > 2)
+        await until(lambda: made.reconciler.turns > 2)
         assert sorted(site.workers) == ["default-decode-1", "default-prefill-0"]
         # A scale to the very same number says that so many are to work.
         await ended(await made.scale(None, 2), pb.OPERATION_STATE_SUCCEEDED)
@@ -286,7 +286,7 @@ async def test_without_etcd_nothing_is_done_and_afterwards_it_goes_on(
     async with control(server, site) as made:
         await made.settled()
         made.proxy.cut()
-        await until(lambda: made.controller.reconciler.status("default").waiting)
+        await until(lambda: made.reconciler.status().waiting)
         started, ended_before = list(site.started), list(site.ended)
         # A worker is lost meanwhile. Nobody knows, and nobody acts.
         await site.end("default-decode-0")
@@ -315,8 +315,7 @@ async def test_etcd_away_during_a_scale_is_waited_for(server: StoreServer, site:
         made.proxy.cut()
         await until(
             lambda: (
-                "etcd is away" in made.controller.reconciler.status("default").waiting
-                or not made.controller._leadership.leads()
+                "etcd is away" in made.reconciler.status().waiting or not made.controller._leadership.leads()
             )
         )  # type: ignore[union-attr]
         await site.make_room(4)
@@ -339,10 +338,8 @@ async def test_an_empty_etcd_ends_no_worker(server: StoreServer, site: Site) -> 
         before = sorted(site.started)
         for name in site.workers:
             await asyncio.to_thread(site.store.delete, Keys(site.cluster).worker("default", name))
-        turns = made.controller.reconciler.turns
-        await until(
-            lambda: made.controller.reconciler.turns > turns + 2 and len(made.controller.view.workers()) == 3
-        )
+        turns = made.reconciler.turns
+        await until(lambda: made.reconciler.turns > turns + 2 and len(made.controller.view.workers()) == 3)
         await made.settled()
         assert (sorted(site.started), site.ended, site.drained) == (before, [], [])
 
