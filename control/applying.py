@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from twinpool.config import (
     TwinpoolConfig,
     Values,
@@ -83,7 +85,7 @@ class ConfigDesk:
                 "CONFIG_CHANGED",
                 f"generation {applied.generation} is in force, and the change was made for generation {request.generation}",
             )
-        before = values_of(applied)
+        before = _values(item, applied)
         after = _without(before, request.reset) | _asked(request, before)
         now, then = self._in_force(before), self._checked(after)
         changes = [
@@ -181,7 +183,7 @@ def _asked(request: pb.ApplyConfigRequest, applied: Values) -> dict[str, object]
             raise TwinpoolError("CONFIG_REFUSED", f"{each.key[:128]} is named twice")
         try:
             asked[each.key] = json.loads(each.value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise TwinpoolError("CONFIG_REFUSED", f"{each.key[:128]}: its value is not JSON") from None
     try:
         check_reloadable([*asked, *(key for key in request.reset if key != ALL and key not in applied)])
@@ -206,8 +208,20 @@ def _shown(config: TwinpoolConfig, values: Values, key: str) -> str:
 def _read(item: Item) -> pb.AppliedConfig:
     try:
         return pb.AppliedConfig.FromString(item.value)
-    except Exception:
-        raise TwinpoolError("STORE_CORRUPT", f"{item.key} does not hold an applied configuration") from None
+    except DecodeError:
+        raise _corrupt(item) from None
+
+
+def _values(item: Item | None, applied: pb.AppliedConfig) -> dict[str, object]:
+    try:
+        return values_of(applied)
+    except ValueError:
+        assert item is not None
+        raise _corrupt(item) from None
+
+
+def _corrupt(item: Item) -> TwinpoolError:
+    return TwinpoolError("STORE_CORRUPT", f"{item.key} does not hold an applied configuration")
 
 
 def _json(value: object) -> str:

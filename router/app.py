@@ -52,11 +52,12 @@ _ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 
 class Router:
-    """Start once, stop once, both on the same event loop. Workers come by ``on_member``."""
+    """Start once, stop once, both on the same event loop. Workers come by ``on_member``.
+
+    Keys of ``config`` that are reloadable are read at each use, see ``LiveConfig.following``; for those of the core see ``prepare``.
+    """
 
     def __init__(self, config: TwinpoolConfig, name: str) -> None:
-        """``config``: keys that are reloadable are read at each use, see ``LiveConfig.following``; for those of the core see
-        ``prepare``."""
         self.config = config
         self.name = name
         self.incarnation = new_incarnation()
@@ -93,15 +94,7 @@ class Router:
         answers = AnswerMaker(self.models, config.router)
         self.seal = TokenSeal()
         self.kept = KeptBook(hops, answers, self.seal, name, self.incarnation)
-        self.others = OtherRouters(
-            name,
-            self.incarnation,
-            partial(channel, config=config.rpc, tls=config.tls, role="router"),
-            self.fleet.connect,
-            self.fleet.decode_endpoints,
-            config.router.takeover_timeout_seconds,
-            self.seal,
-        )
+        self.others = self._others()
         takeover = TakeOver(self.kept, self.others, self.models)
         streams = Streams(self.kept, takeover, self.seal, config.router)
         self.service = InferenceService(
@@ -132,6 +125,18 @@ class Router:
             Retries(limits, self.fleet.breakers),
             sessions,
             self.recent,
+        )
+
+    def _others(self) -> OtherRouters:
+        config = self.config
+        return OtherRouters(
+            self.name,
+            self.incarnation,
+            partial(channel, config=config.rpc, tls=config.tls, role="router"),
+            self.fleet.connect,
+            self.fleet.decode_endpoints,
+            config.router.takeover_timeout_seconds,
+            self.seal,
         )
 
     def _peer(self, takeover: TakeOver) -> RouterPeer:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from twinpool import metrics
 from twinpool.ids import WorkerKey
+from twinpool.router import genai
 from twinpool.router.request import Prepared
 from twinpool.router.stream import Answer
 from twinpool.router.timing import HopClock
@@ -58,23 +59,23 @@ def finished_event(prepared: Prepared, attempt: FinishedAttempt, clock: HopClock
     metrics.ROUTER_REQUEST_GENERATION_TOKENS.observe(tokens)
     for choice in answer.choices:
         metrics.ROUTER_REQUEST_SUCCESS.labels(_REASONS.get(choice.finish, "unknown")).inc()
-    return pb.GenerateResponse(
-        finished=pb.GenerateFinished(
-            choices=answer.summaries(),
-            usage=pb.Usage(
-                prompt_tokens=prepared.prompt_tokens,
-                completion_tokens=tokens,
-                cached_tokens=min(attempt.prefill_done.cached_tokens, prepared.prompt_tokens),
-                decode_cached_tokens=cached,
-            ),
-            timings=clock.finish(tokens // prepared.n),
-            handoff=attempt.handoff,
-            prefill_worker=attempt.prefill.name,
-            decode_worker=attempt.decode.name,
-            attempts=attempt.number,
-            prefix_fetch=_fetched(attempt.prefill_done),
-        )
+    finished = pb.GenerateFinished(
+        choices=answer.summaries(),
+        usage=pb.Usage(
+            prompt_tokens=prepared.prompt_tokens,
+            completion_tokens=tokens,
+            cached_tokens=min(attempt.prefill_done.cached_tokens, prepared.prompt_tokens),
+            decode_cached_tokens=cached,
+        ),
+        timings=clock.finish(tokens // prepared.n),
+        handoff=attempt.handoff,
+        prefill_worker=attempt.prefill.name,
+        decode_worker=attempt.decode.name,
+        attempts=attempt.number,
+        prefix_fetch=_fetched(attempt.prefill_done),
     )
+    genai.answered(prepared.span, prepared, finished)
+    return pb.GenerateResponse(finished=finished)
 
 
 def resumed_event(prepared: Prepared, answer: Answer, decode_worker: str) -> pb.GenerateResponse:

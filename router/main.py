@@ -56,11 +56,7 @@ async def _run(config: TwinpoolConfig) -> int:
         port = metrics.start_http(config.metrics.host, config.metrics.port)
         metrics_endpoint = join_address(config.metrics.host, port)
     store = await asyncio.to_thread(connect_store, config.cluster)
-    live = LiveConfig(config)
-    router = Router(live.following, name)
-    live.on_change(router.prepare)
-    live.on_change(set_log_level)
-    follower = ConfigFollower(live, store, config.cluster.name)
+    router, follower = _router(config, name, store)
     watch = _worker_watch(config, store, router)
     segments = SegmentView(store, config.cluster.name, router.locality.segments_changed)
     routers = RouterWatch(store, config.cluster.name, on_event=router.others.on_member)
@@ -111,6 +107,15 @@ async def _run(config: TwinpoolConfig) -> int:
         await asyncio.to_thread(tracing.shutdown)
         await asyncio.to_thread(store.close)
         log.info("router_stopped")
+
+
+def _router(config: TwinpoolConfig, name: str, store: Store) -> tuple[Router, ConfigFollower]:
+    """A router that runs what is applied of the configuration."""
+    live = LiveConfig(config)
+    router = Router(live.following, name)
+    live.on_change(router.prepare)
+    live.on_change(set_log_level)
+    return router, ConfigFollower(live, store, config.cluster.name)
 
 
 def _worker_watch(config: TwinpoolConfig, store: Store, router: Router) -> WorkerWatch:

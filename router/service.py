@@ -22,6 +22,7 @@ from twinpool.config import TwinpoolConfig
 from twinpool.errors import TwinpoolError
 from twinpool.ids import new_request_id
 from twinpool.logs import get_logger
+from twinpool.router import genai
 from twinpool.router.answers import AnswerMaker
 from twinpool.router.call import Call
 from twinpool.router.chat.prompt import AskedTurn, TurnPlan
@@ -255,7 +256,7 @@ class InferenceService(SideCalls):
         own = () if params.ignore_eos else group.eos_token_ids
         request_id = new_request_id()
         span.set(request_id=request_id, model=group.model, prompt_tokens=len(tokens), choices=params.n)
-        return Prepared(
+        prepared = Prepared(
             request_id=request_id,
             client_id=request.request_id or request_id,
             group=group,
@@ -287,6 +288,9 @@ class InferenceService(SideCalls):
             span=span,
             pool_reason=chosen.why,
         )
+        is_chat = turn is not None or request.WhichOneof("prompt") == "chat"
+        genai.asked(span, prepared, request.sampling, chat=is_chat)
+        return prepared
 
     async def _prompt(
         self, request: pb.GenerateRequest, target: Target, plan: TurnPlan | None

@@ -171,4 +171,7 @@ class ConfigFollower:
 
 def values_of(applied: pb.AppliedConfig) -> dict[str, object]:
     """Its keys and their values. Raises ValueError for a value that is not JSON."""
-    return {each.key: json.loads(each.value) for each in applied.values}
+    try:
+        return {each.key: json.loads(each.value) for each in applied.values}
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None

@@ -9,7 +9,7 @@ decode worker beside the last ticket. Names and attributes hold ids, lengths and
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from twinpool.config import TracingConfig
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 TRACEPARENT: Final = "traceparent"
 """The key in gRPC metadata (W3C Trace Context)."""
 
-Attribute: TypeAlias = str | bool | int | float
+Attribute: TypeAlias = str | bool | int | float | Sequence[str]
 
 _FLUSH_MILLISECONDS: Final = 2000
 
@@ -45,6 +45,9 @@ class Span:
 
     def set(self, **attributes: Attribute) -> None:
         """Adds attributes, under ``twinpool.<name>``."""
+
+    def note(self, attributes: Mapping[str, Attribute]) -> None:
+        """Adds attributes under the names that they have, those of a convention."""
 
     def end(self, failure: str = "") -> None:
         """It ends now, with ``failure`` if it failed. Later calls do nothing."""
@@ -76,6 +79,9 @@ class _Recorded(Span):
 
     def set(self, **attributes: Attribute) -> None:
         self._span.set_attributes({f"twinpool.{name}": value for name, value in attributes.items()})
+
+    def note(self, attributes: Mapping[str, Attribute]) -> None:
+        self._span.set_attributes(dict(attributes))
 
     def end(self, failure: str = "") -> None:
         if self._ended:

@@ -80,6 +80,11 @@ AdmissionConfig Configure::config() const {
   return config;
 }
 
+Nothing Configure::run(RouterCore& core) const {
+  core.configure(now, config());
+  return {};
+}
+
 void encode(std::string& out, const Nothing& /*nothing*/) {
   put(out, Outcome::nothing);
 }

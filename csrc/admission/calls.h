@@ -273,10 +273,7 @@ struct Configure {
     a(now, fields, values);
   }
   [[nodiscard]] AdmissionConfig config() const;
-  Nothing run(RouterCore& core) const {
-    core.configure(now, config());
-    return {};
-  }
+  Nothing run(RouterCore& core) const;
 };
 
 /// In the order of their numbers in a log.

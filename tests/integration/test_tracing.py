@@ -64,9 +64,34 @@ def check(collector: Collector) -> None:
         assert by_name[name].links == (by_name["worker.prefill"].span,), name
     assert by_name["worker.transfer"].attributes["twinpool.blocks"] == 6
     assert root.attributes["twinpool.prompt_tokens"] == 5 * BLOCK + 3
+    conventional(root, [span for span in spans if span is not root])
     one_after_another([by_name[name] for name in HOPS])
     others = {span.trace for span in collector.spans} - {CLIENT_TRACE}
     assert len(others) == 1
+
+
+def conventional(root: Seen, parts: list[Seen]) -> None:
+    """The request's own span has the attributes of OpenTelemetry's conventions for generative AI; its parts have none."""
+    given = {name: value for name, value in root.attributes.items() if name.startswith("gen_ai.")}
+    seconds = given.pop("gen_ai.response.time_to_first_chunk")
+    assert 0 < seconds <= (root.ended - root.began) / 1e9
+    reasons = given.pop("gen_ai.response.finish_reasons")
+    assert [each.string_value for each in reasons.values] == ["length"]
+    assert given.pop("gen_ai.response.id")
+    assert given == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "twinpool",
+        "gen_ai.request.model": "model",
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.stream": True,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.response.model": "model",
+        "gen_ai.usage.input_tokens": 5 * BLOCK + 3,
+        "gen_ai.usage.output_tokens": 4,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+    }
+    for part in parts:
+        assert not any(name.startswith("gen_ai.") for name in part.attributes), part.name
 
 
 def one_after_another(hops: list[Seen]) -> None:

@@ -33,6 +33,7 @@ UNAUDITED = {
     "ControlService/ListWorkers",
     "ControlService/GetOperation",
     "ControlService/ListOperations",
+    "ControlService/GetConfig",
     "ControlService/ListPools",
     "ControlService/DescribeWorker",
     "ControlService/ListEvents",
@@ -143,7 +144,10 @@ def test_every_argument_can_be_shown() -> None:
                 for field in (*audited.arguments, *([audited.target] if audited.target else [])):
                     assert _shown(kind(), field) in ("", 0, False, "ROLE_UNSPECIFIED")
                     asked = kind()
-                    if (part := method.input_type.fields_by_name[field]).message_type is not None:
+                    part = method.input_type.fields_by_name[field]
+                    if part.is_repeated:
+                        assert _shown(_with_two(asked, field), field) in ("a, b", "a=1, b=2")
+                    elif part.message_type is not None:
                         getattr(asked, field).SetInParent()
                         assert _shown(asked, field) != ""
                     elif part.type == part.TYPE_STRING:
@@ -153,6 +157,15 @@ def test_every_argument_can_be_shown() -> None:
                         setattr(asked, field, 1)
                         shown = part.enum_type.values_by_number[1].name if part.enum_type is not None else 1
                         assert _shown(asked, field) == shown
+
+
+def _with_two(asked: Any, field: str) -> Any:
+    if asked.DESCRIPTOR.fields_by_name[field].message_type is None:
+        getattr(asked, field).extend(["a", "b"])
+    else:
+        for key, value in (("a", "1"), ("b", "2")):
+            getattr(asked, field).add(key=key, value=value)
+    return asked
 
 
 async def test_a_change_has_a_line_before_and_one_after(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ async def test_a_dry_run_and_a_bad_key_write_nothing(office: Office) -> None:
         (asked("router.max_choices", max_choices=3), "named twice"),
         (asked(call_format="x" * 5000), "the limit is 4096"),
         (pb.ApplyConfigRequest(values=[pb.ConfigValue(key="log.level", value="loud")]), "not JSON"),
+        (pb.ApplyConfigRequest(values=[pb.ConfigValue(key="log.level", value="[" * 4000)]), "not JSON"),
     ):
         with pytest.raises(TwinpoolError) as caught:
             await office.desk.apply(bad)
@@ -294,10 +295,13 @@ async def test_a_value_that_nobody_can_read_is_left_alone_and_can_be_reset(offic
     assert "router.of_tomorrow: there is no such key" in office.live.refusal
     assert await office.apply("router.of_tomorrow") == {"router.of_tomorrow": [5, None]}
     await until(lambda: office.live.generation == 4)
-    office.store.put(office.key, b"\xff\xff")
-    with pytest.raises(TwinpoolError) as caught:
-        await office.apply(max_choices=3)
-    assert caught.value.reason == "STORE_CORRUPT"
+    deep = pb.AppliedConfig(generation=5, values=[pb.ConfigValue(key="log.level", value="[" * 100_000)])
+    for damaged in (b"\xff\xff", deep.SerializeToString()):
+        office.store.put(office.key, damaged)
+        with pytest.raises(TwinpoolError) as caught:
+            await office.apply(max_choices=3)
+        assert caught.value.reason == "STORE_CORRUPT"
+    assert office.live.generation == 4
 
 
 async def test_it_says_where_each_value_comes_from(office: Office) -> None:
