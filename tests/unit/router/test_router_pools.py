@@ -37,10 +37,14 @@ POOLS: dict[str, object] = {
 
 @asynccontextmanager
 async def several(
-    checkpoint: Path, script: Script | None = None, pools: dict[str, object] | None = None, **record: object
+    checkpoint: Path,
+    script: Script | None = None,
+    pools: dict[str, object] | None = None,
+    settings: dict[str, object] | None = None,
+    **record: object,
 ) -> AsyncIterator[FakeCluster]:
     """A pair of workers for each pool; ``script`` and ``record`` are those of the default pool's workers."""
-    async with fake_cluster(checkpoint, prefill=0, decode=0, pools=pools or POOLS) as made:
+    async with fake_cluster(checkpoint, prefill=0, decode=0, settings=settings, pools=pools or POOLS) as made:
         for pool in ("default", "long", "urgent", "other"):
             own: dict[str, object] = record if pool == "default" else {}
             fields = {"pool": pool, "model": "other" if pool == "other" else "fake"} | own
@@ -86,6 +90,15 @@ async def test_model_then_length_then_priority(
         trace_module._print(found)
         assert f"pool urgent: it takes prompts of 0 to {LONG - 1} tokens" in capsys.readouterr().out
         await made.assert_quiescent()
+
+
+async def test_a_tenant_gets_no_pool_beyond_its_priority(model_path: Path) -> None:
+    """Priorities above a tenant's are lowered, and the lowered one counts."""
+    settings: dict[str, object] = {"tenant_max_priority": 49}
+    async with several(model_path, settings=settings) as made:
+        answer = await made.ask(generate(prompt(20), model="fake", priority=60))
+        assert answer.code == grpc.StatusCode.OK
+        assert worked(made) == {"default": 1}
 
 
 async def test_every_model_is_listed_once_and_none_is_taken_for_another(model_path: Path) -> None:
