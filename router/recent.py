@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from prometheus_client.samples import Sample
 
 from twinpool import metrics
@@ -37,13 +37,15 @@ class Recent:
         self._config = config
         self._clock = clock
         self.ttft, self.itl, self.short_ttft = Sketch(clock), Sketch(clock), Sketch(clock)
+        # Looking them up by labels costs more than counting does.
+        self._of_pool: dict[PoolModel, tuple[Histogram, Histogram]] = {}
         self._copies: deque[tuple[float, Mapping[Key, float]]] = deque()
         self.watch()
 
     def first_token(self, seconds: float, prompt_tokens: int, pool: PoolModel = ("", "")) -> None:
         """A request's first token is about to be written, so long after the request's arrival. ``pool``: pool and model."""
         metrics.ROUTER_TTFT.observe(seconds)
-        metrics.ROUTER_POOL_TTFT.labels(*pool).observe(seconds)
+        self._times(pool)[0].observe(seconds)
         self.ttft.add(seconds)
         if prompt_tokens <= self._config.short_prompt_tokens:
             metrics.ROUTER_SHORT_TTFT.observe(seconds)
@@ -58,8 +60,17 @@ class Recent:
     def next_tokens(self, seconds: float, pool: PoolModel = ("", "")) -> None:
         """Further tokens are about to be written, so long after the ones before. ``pool``: pool and model."""
         metrics.ROUTER_ITL.observe(seconds)
-        metrics.ROUTER_POOL_ITL.labels(*pool).observe(seconds)
+        self._times(pool)[1].observe(seconds)
         self.itl.add(seconds)
+
+    def _times(self, pool: PoolModel) -> tuple[Histogram, Histogram]:
+        """To the first token, and between tokens."""
+        if pool not in self._of_pool:
+            self._of_pool[pool] = (
+                metrics.ROUTER_POOL_TTFT.labels(*pool),
+                metrics.ROUTER_POOL_ITL.labels(*pool),
+            )
+        return self._of_pool[pool]
 
     def watch(self) -> None:
         """Copies the counts if that is due. To be called now and then."""

@@ -245,7 +245,7 @@ class InferenceService(SideCalls):
         params = check_params(request, self._limits, target.group, secrets.randbits(63))
         grammar = await self._grammar(request, plan)
         tokens, field, form = await self._prompt(request, target, plan)
-        chosen = target if placed else self._models.place(target, len(tokens), params.priority)
+        chosen = target if placed else self._placed(target, len(tokens), params.tenant, params.priority)
         if chosen.tokenizer is not target.tokenizer:
             # Its pool reads text in another way than the one that it was read for.
             return await self._prepare(request, chosen, call, span, turn, placed=True)

@@ -14,7 +14,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.kv_events import HASH_BYTES
 from twinpool.router.call import Call
 from twinpool.router.hops import Hops
-from twinpool.router.models import ModelTable
+from twinpool.router.models import ModelTable, Target
 from twinpool.router.pins import Pins
 from twinpool.router.request import session_bytes
 from twinpool.router.tenants import Tenants
@@ -153,12 +153,16 @@ class SideCalls(ABC):
         target = self._models.resolve(request.model)
         self._tenants.check_model(request.tenant, target.group.model)
         tokens, _ = await self._tokenize.prompt(request, target.tokenizer, target.group)
-        # The pool that will answer it computes it.
-        target = self._models.place(target, len(tokens), request.priority)
+        target = self._placed(target, len(tokens), request.tenant, request.priority)
         root, hashes = self._tokenize.hash(tokens, target.group, request.tenant, request.adapter)
         request.token_ids.ids[:] = tokens.tolist()
         full = len(hashes) * target.group.block_tokens
         return len(tokens), full, worker.PrefixChain(block_hashes=hashes.tobytes(), root_hash=root)
+
+    def _placed(self, target: Target, prompt_tokens: int, tenant: str, asked: int) -> Target:
+        """The pool that a request goes to, by the priority that its tenant may have. See ``ModelTable.place``."""
+        priority = self._tenants.priority(tenant, asked, self._limits.tenant_max_priority)
+        return self._models.place(target, prompt_tokens, priority)
 
     async def Release(self, request: pb.ReleaseRequest | Unparsed, context: Context) -> pb.ReleaseResponse:
         """See the protocol."""

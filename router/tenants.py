@@ -148,6 +148,11 @@ class Tenants:
         tenant = self._by_name.get(name)
         return default if tenant is None or tenant.max_pinned_tokens is None else tenant.max_pinned_tokens
 
+    def priority(self, name: str, asked: int, most: int) -> int:
+        """The priority that a tenant's request really has, as in the core; ``most``: the highest where the file says nothing."""
+        tenant = self._by_name.get(name)
+        return min(asked, most if tenant is None else tenant.max_priority)
+
     def admit(self, caller: Caller, named: str = "") -> str:
         """The caller's tenant. ``named``: which one the request names. Raises UNAUTHENTICATED, or PERMISSION_DENIED for another
         tenant."""

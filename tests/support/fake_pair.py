@@ -140,8 +140,10 @@ async def fake_pair(
     script: Script | None = None,
     prefill_script: Script | None = None,
     settings: dict[str, object] | None = None,
+    pools: dict[str, object] | None = None,
+    **record: object,
 ) -> AsyncIterator[FakePair]:
-    """``script``: of the decode workers."""
+    """``script``: of the decode workers. The rest: see ``fake_cluster``."""
     async with fake_cluster(
         model_path,
         prefill=prefill,
@@ -149,6 +151,8 @@ async def fake_pair(
         prefill_script=prefill_script,
         decode_script=script,
         settings=settings,
+        pools=pools,
+        **record,
     ) as one:
         router = Router(one.router.config, "router-other")
         await router.start()

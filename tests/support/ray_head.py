@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from twinpool.control.pools import HEAD_AWAY_SECONDS
+from twinpool.control.ray_join import HEAD_AWAY_SECONDS
 
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0

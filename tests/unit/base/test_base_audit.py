@@ -33,7 +33,6 @@ UNAUDITED = {
     "ControlService/ListWorkers",
     "ControlService/GetOperation",
     "ControlService/ListOperations",
-    "ControlService/GetConfig",
     "ControlService/ListPools",
     "ControlService/DescribeWorker",
     "ControlService/ListEvents",

@@ -16,10 +16,10 @@ from prometheus_client import REGISTRY
 from rich.console import Console
 
 from tests.support.fake_cluster import FakeCluster, fake_cluster, generate, prompt
+from tests.support.fake_pair import fake_pair, whole
 from tests.support.fake_worker import Script
 from tests.support.waiting import until
 from twinpool.control.cli import trace as trace_module
-from twinpool.errors import TwinpoolError
 from twinpool.ids import WorkerKey
 from twinpool.v1 import inference_pb2, router_pb2, router_pb2_grpc, telemetry_pb2
 from twinpool.v1 import worker_pb2 as pb
@@ -37,10 +37,14 @@ POOLS: dict[str, object] = {
 
 @asynccontextmanager
 async def several(
-    checkpoint: Path, script: Script | None = None, pools: dict[str, object] | None = None, **record: object
+    checkpoint: Path,
+    script: Script | None = None,
+    pools: dict[str, object] | None = None,
+    settings: dict[str, object] | None = None,
+    **record: object,
 ) -> AsyncIterator[FakeCluster]:
     """A pair of workers for each pool; ``script`` and ``record`` are those of the default pool's workers."""
-    async with fake_cluster(checkpoint, prefill=0, decode=0, pools=pools or POOLS) as made:
+    async with fake_cluster(checkpoint, prefill=0, decode=0, settings=settings, pools=pools or POOLS) as made:
         for pool in ("default", "long", "urgent", "other"):
             own: dict[str, object] = record if pool == "default" else {}
             fields = {"pool": pool, "model": "other" if pool == "other" else "fake"} | own
@@ -86,6 +90,15 @@ async def test_model_then_length_then_priority(
         trace_module._print(found)
         assert f"pool urgent: it takes prompts of 0 to {LONG - 1} tokens" in capsys.readouterr().out
         await made.assert_quiescent()
+
+
+async def test_a_tenant_gets_no_pool_beyond_its_priority(model_path: Path) -> None:
+    """Priorities above a tenant's are lowered, and the lowered one counts."""
+    settings: dict[str, object] = {"tenant_max_priority": 49}
+    async with several(model_path, settings=settings) as made:
+        answer = await made.ask(generate(prompt(20), model="fake", priority=60))
+        assert answer.code == grpc.StatusCode.OK
+        assert worked(made) == {"default": 1}
 
 
 async def test_every_model_is_listed_once_and_none_is_taken_for_another(model_path: Path) -> None:
@@ -211,14 +224,26 @@ async def test_a_pool_reads_text_with_its_own_tokenizer(model_path: Path, tmp_pa
 
 
 async def test_an_answer_that_moves_to_another_router_stays_in_its_pool(model_path: Path) -> None:
-    async with several(model_path) as made:
-        models = made.router.models
-        group = models.place(models.resolve("fake"), LONG, 0).group
-        again = models.resolve("fake", group.fingerprint, group.pool)
-        assert again.group == group
-        assert models.resolve("fake", group.fingerprint).group.pool != "other"
-        for side in "pd":
-            made.router.fleet.remove(made.workers[f"long-{side}"].record())
-        with pytest.raises(TwinpoolError) as caught:
-            models.resolve("fake", group.fingerprint, group.pool)
-        assert caught.value.reason == "NO_WORKERS"
+    """The other pool has more workers of the same format, and would be the first choice by the model alone."""
+    pools: dict[str, object] = {"prompt_tokens_most": 39, "further": {"long": {"prompt_tokens_least": 40}}}
+    script = Script(step_seconds=0.01)
+    async with fake_pair(model_path, script=script, pools=pools, pool="long") as pair:
+        for number in range(4):
+            for side, role in (("p", pb.ROLE_PREFILL), ("d", pb.ROLE_DECODE)):
+                fields: dict[str, object] = {"model_path": str(model_path)}
+                made = await pair.one.add(f"default-{side}{number}", role, **fields)
+                pair.other.router.fleet.upsert(made.record())
+        await pair.one.ready()
+        await pair.other.ready()
+        asked = generate(prompt(40), max_tokens=60)
+        asked.resume_grace.FromSeconds(60)
+        stream = pair.generate(pair.other, asked)
+        await stream.has(8)
+        await stream.leave()
+        again = pair.resume(pair.one, stream.token, stream.next_index())
+        answer = await again.ended()
+        assert answer.error is None
+        assert len(whole(stream, again)[0]) == 60
+        used = {name for name, each in pair.one.workers.items() if each.decodes}
+        assert not [name for name in used if name.startswith("default")], used
+        await pair.assert_quiescent()
