@@ -58,6 +58,7 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
             "stop_workers",
             "routers",
             "ray_address",
+            "worker_options",
         }
     ),
 }
