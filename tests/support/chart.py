@@ -98,12 +98,15 @@ class Helm:
         release: str = "rel",
         namespace: str = "ns",
         version: str = "1.37.0",
+        apis: str = "",
     ) -> str:
         """What the chart renders to with values over files of the chart. Raises AssertionError with helm's words."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as given:
             json.dump(values or {}, given)
             given.flush()
             arguments = ["template", release, str(CHART), "-n", namespace, "--kube-version", version]
+            if apis:
+                arguments += ["--api-versions", apis]
             for name in files:
                 arguments += ["-f", str(CHART / name)]
             result = self.run(*arguments, "-f", given.name)
