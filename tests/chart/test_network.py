@@ -90,13 +90,20 @@ def test_what_ray_needs_is_allowed_in_its_cluster_and_nothing_else(ray: list[Doc
 
 
 def test_rays_autoscaler_alone_reaches_the_api_of_kubernetes(helm: Helm) -> None:
-    scales = nested({f"{role}.autoscaling": {"enabled": True, "type": "ray"} for role in ("prefill", "decode")})
+    scales = nested(
+        {f"{role}.autoscaling": {"enabled": True, "type": "ray"} for role in ("prefill", "decode")}
+    )
     here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}}}
     values = merged(EVERYTHING, {"ray": {"mode": "raycluster"}, "models": {"tiny": None}}, scales)
     for peers, reached in (([], (FOREIGNER, WORLD)), ([here], (FOREIGNER,))):
         docs = helm.docs(merged(values, nested({"networkPolicy.kubernetes": peers})))
         policies = Policies(docs)
-        found = {(pod.name, end.name) for pod in pods(docs) for end in (FOREIGNER, WORLD) if policies.allow(pod, end, 443)}
+        found = {
+            (pod.name, end.name)
+            for pod in pods(docs)
+            for end in (FOREIGNER, WORLD)
+            if policies.allow(pod, end, 443)
+        }
         assert found == {("ray", end.name) for end in reached}
 
 

@@ -94,7 +94,10 @@ def test_its_pods_fit_the_schemas_of_kubernetes(helm: Helm, version: str) -> Non
     for group in kuberay.groups(cluster_of(docs)):
         doc = {"apiVersion": "v1", "kind": "PodTemplate", "template": group.template}
         kubernetes_validate.validate(doc, version, strict=True)
-    for doc in (named(docs, "Deployment", "rel-twinpool-control"), named(docs, "Service", "rel-twinpool-ray")):
+    for doc in (
+        named(docs, "Deployment", "rel-twinpool-control"),
+        named(docs, "Service", "rel-twinpool-ray"),
+    ):
         kubernetes_validate.validate(doc, version, strict=True)
 
 
@@ -147,7 +150,9 @@ def test_pods_are_those_of_the_stateful_sets(helm: Helm, everything: list[Doc]) 
         assert more > 0
 
 
-def test_a_worker_reads_on_its_node_what_it_would_in_a_stateful_set(everything: list[Doc], tmp_path: Path) -> None:
+def test_a_worker_reads_on_its_node_what_it_would_in_a_stateful_set(
+    everything: list[Doc], tmp_path: Path
+) -> None:
     for role in ROLES:
         pod = group_of(everything, role)["template"]
         config = config_of(everything, pod, pod["spec"]["containers"][0], tmp_path, f"{role}-pod")
@@ -252,7 +257,9 @@ def test_rays_autoscaler_follows_the_controller_within_its_bounds(helm: Helm) ->
     head = spec["headGroupSpec"]["template"]["spec"]
     assert head["serviceAccountName"] == "rel-twinpool-ray"
     assert head["automountServiceAccountToken"]
-    others = [pod["spec"] for doc, pod in workloads(docs) if doc["metadata"]["name"] != "rel-twinpool-ray-headgroup"]
+    others = [
+        pod["spec"] for doc, pod in workloads(docs) if doc["metadata"]["name"] != "rel-twinpool-ray-headgroup"
+    ]
     assert not any(each["automountServiceAccountToken"] for each in others)
 
 

@@ -154,7 +154,11 @@ def unknown_connections(world: NetWorld) -> set[tuple[str, str, int]]:
     kinds = {(source.labels[PART], target.labels[PART], port) for source, target, port in seen}
     assert {(each, "ray", 6379) for each in ("prefill", "decode", "control")} <= kinds, kinds
     assert ("ray", "prefill", 6380) in kinds, kinds
-    assert {pair[:2] for pair in kinds} >= {("router", "decode"), ("router", "prefill"), ("decode", "prefill")}
+    assert {pair[:2] for pair in kinds} >= {
+        ("router", "decode"),
+        ("router", "prefill"),
+        ("decode", "prefill"),
+    }
     return {
         (source.name, target.name, port)
         for source, target, port in seen

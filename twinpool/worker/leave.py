@@ -37,9 +37,7 @@ async def asked_at(path: Path | None, told: Callable[[], None]) -> AsyncIterator
         waiting.append(writer)
         told()
 
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    # Of one that was killed.
-    path.unlink(missing_ok=True)
+    _make_room(path)
     server = await asyncio.start_unix_server(connected, path)
     try:
         yield
@@ -47,9 +45,18 @@ async def asked_at(path: Path | None, told: Callable[[], None]) -> AsyncIterator
         server.close()
         for writer in waiting:
             writer.close()
-        # It is another worker's already if this one was given up and started anew.
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path)
+
+
+def _make_room(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    # Of one that was killed.
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
 
 
 def leave(place: Path) -> int:
