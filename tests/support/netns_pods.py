@@ -2,7 +2,8 @@
 """Runs pods in network and mount namespaces of this machine: each has an address, a file system and a /dev/shm of its own.
 
 Nothing of what a process is told is replaced: mounts lie where the manifest says, services have their names, ports are the chart's.
-For root, on Linux; a pod's root file system is this machine's.
+For root, on Linux. A pod's root file system is this machine's, or with TWINPOOL_IMAGE_ROOT=DIRECTORY that of an image, which is
+read-only then, and its user is the pod's.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from tests.support.pods import STOP_SECONDS, volume_files
 
 Doc = dict[str, Any]
 NAMESPACE: Final = "ns"
-BINARIES: Final = str(Path(sys.executable).parent)
+_IMAGE: Final = os.environ.get("TWINPOOL_IMAGE_ROOT", "")
+_BINARIES: Final = "/opt/twinpool/bin" if _IMAGE else str(Path(sys.executable).parent)
 # Of this process, so that tests that run side by side meet neither by name nor by address.
 _MARK: Final = f"{os.getpid() % 0xFFFF:x}"
 _NET: Final = f"10.{128 + (os.getpid() >> 8) % 127}.{os.getpid() % 256}"
@@ -39,6 +41,16 @@ for each in /*; do
 done
 mkdir "$root/etc" "$root/tmp" "$root/dev"
 cp -a /etc/. "$root/etc/"
+mount --rbind /dev "$root/dev"
+"""
+_IMAGE_SCRIPT: Final = """
+set -e
+root=$1
+mount -t tmpfs tmpfs "$root"
+mkdir "$root/upper" "$root/work" "$root/merged"
+mount -t overlay overlay -o "lowerdir=$TWINPOOL_IMAGE_ROOT,upperdir=$root/upper,workdir=$root/work" "$root/merged"
+root=$root/merged
+mount --rbind /proc "$root/proc"
 mount --rbind /dev "$root/dev"
 """
 
@@ -151,6 +163,10 @@ class NetWorld:
             place.mkdir(parents=True)
             for file, content in volume_files(self.docs, volume).items():
                 (place / file).write_bytes(content)
+            if _IMAGE:
+                group = template["spec"]["securityContext"]["fsGroup"]
+                for path in (place, *place.iterdir()):
+                    os.chown(path, group, group)
             volumes[volume["name"]] = place
         labels = template["metadata"]["labels"]
         self.pods[name] = NetPod(name, f"{_NET}.{number}", net, labels, template["spec"], volumes)
@@ -174,7 +190,7 @@ class NetWorld:
     def environment(self, pod: NetPod, container: Doc) -> dict[str, str]:
         """The variables of a container, as Kubernetes makes them."""
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = {"PATH": f"{BINARIES}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+        env = {"PATH": f"{_BINARIES}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
         for entry in container.get("env", []):
             if "value" in entry:
                 env[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], entry["value"])
@@ -188,17 +204,24 @@ class NetWorld:
 
     def _inside(self, pod: NetPod, container: Doc, words: list[str]) -> list[str]:
         """The command that runs ``words`` in the namespaces and the file system of a container."""
-        script = [_ROOT_SCRIPT, f'cp {self.directory}/hosts "$root/etc/hosts"']
+        script = [_IMAGE_SCRIPT if _IMAGE else _ROOT_SCRIPT, f'cp {self.directory}/hosts "$root/etc/hosts"']
         mounts = sorted(container.get("volumeMounts", []), key=lambda mount: mount["mountPath"])
         for mount in mounts:
             target = f'"$root{mount["mountPath"]}"'
             script.append(f"mkdir -p {target}; mount --bind {pod.volumes[mount['name']]} {target}")
             if mount.get("readOnly"):
                 script.append(f"mount -o remount,bind,ro {target}")
-        if ROOT.is_relative_to("/tmp"):
+        if not _IMAGE and ROOT.is_relative_to("/tmp"):
             # A working tree below a directory that pods have of their own.
             script.append(f'mkdir -p "$root{ROOT}"; mount --rbind {ROOT} "$root{ROOT}"')
-        script.append('shift; cd "$root"; exec chroot "$root" "$@"')
+        user = ""
+        if _IMAGE:
+            script.append('mount -o remount,ro "$root"')
+            security = pod.spec["securityContext"]
+            user = (
+                f"--userspec={security['runAsUser']}:{security['runAsGroup']} --groups={security['fsGroup']}"
+            )
+        script.append(f'shift; cd "$root"; exec env -u TWINPOOL_IMAGE_ROOT chroot {user} "$root" "$@"')
         root = self.directory / "roots" / f"{pod.name}-{container['name']}"
         root.mkdir(parents=True, exist_ok=True)
         shell = ["/bin/sh", "-c", "\n".join(script), "sh", str(root)]
@@ -218,7 +241,7 @@ class NetWorld:
         with (self.directory / f"{pod.name}-{doc['name']}.log").open("ab") as log:
             process = subprocess.Popen(
                 self._inside(pod, doc, self.command(pod, doc)),
-                env=self.environment(pod, doc),
+                env=self.environment(pod, doc) | ({"TWINPOOL_IMAGE_ROOT": _IMAGE} if _IMAGE else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -231,7 +254,7 @@ class NetWorld:
         doc = pod.container(container)
         done = subprocess.run(
             self._inside(pod, doc, list(command)),
-            env=self.environment(pod, doc),
+            env=self.environment(pod, doc) | ({"TWINPOOL_IMAGE_ROOT": _IMAGE} if _IMAGE else {}),
             capture_output=True,
             text=True,
             timeout=seconds,
