@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from twinpool.config import TwinpoolConfig, to_yaml
 from twinpool.control.actors import Look, Looker, log_tail, look_at, missing, nodes, waiting
 from twinpool.control.ray_join import RayJoin, needs_of
@@ -102,8 +104,13 @@ class RayPools:
 
         from twinpool.worker.actor import WorkerActor
 
-        worker = self._config.worker.model_copy(update={"name": name})
-        text = to_yaml(self._config.model_copy(update={"worker": worker}))
+        from_node = self._config.pools.worker_options == "node"
+        if from_node:
+            own: dict[str, Any] = {"worker": {"name": name, "pool": self._config.worker.pool}}
+            text = yaml.safe_dump(own)
+        else:
+            worker = self._config.worker.model_copy(update={"name": name})
+            text = to_yaml(self._config.model_copy(update={"worker": worker}))
         options: dict[str, Any] = {
             "name": name,
             "max_restarts": self._config.pools.max_restarts,
@@ -113,8 +120,10 @@ class RayPools:
             # Ray ends what a process owns with that process. Workers of a Ray that outlives this one outlive it too, and the
             # next one finds them by their names.
             options |= {"lifetime": "detached", "get_if_exists": True}
-        log_file = str(self._log_dir / f"{name}.log")
-        self._actors[name] = ray.remote(WorkerActor).options(**options).remote(text, role, log_file)
+        # On a node with options of its own, its supervisor keeps what a worker writes.
+        log_file = "" if from_node else str(self._log_dir / f"{name}.log")
+        actor = ray.remote(WorkerActor).options(**options)
+        self._actors[name] = actor.remote(text, role, log_file, from_node)
         self._roles[name] = role
 
     def needs(self, role: str) -> dict[str, float]:

@@ -74,6 +74,7 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
             "stop_workers",
             "routers",
             "ray_address",
+            "worker_options",
         }
     ),
 }

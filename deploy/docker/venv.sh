@@ -11,6 +11,12 @@ esac
 "${PYTHON:-python3}" -m venv "$prefix"
 pip() { "$prefix/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
 # torch first and pinned: as a dependency it would come from the usual index.
-pip install ${index:+--index-url "$index"} "$(grep -E '^torch==' "$constraints")"
-pip install -c "$constraints" "$wheel[worker,fast,tracing]"
+pip install --no-compile ${index:+--index-url "$index"} "$(grep -E '^torch==' "$constraints")"
+pip install --no-compile -c "$constraints" "$wheel[worker,fast,tracing]"
 "$prefix/bin/twinpool" version
+# What is in it, for whoever asks; nothing is installed into it any more.
+pip list --format freeze | grep -v '^pip==' | sort >"$prefix/installed.txt"
+pip uninstall -y pip
+# Compiled by content: otherwise the time of the build is in each file. Some packages have templates that are no Python.
+find "$prefix" -name '*.pyc' -delete
+"$prefix/bin/python" -m compileall -q -j 0 --invalidation-mode unchecked-hash "$prefix/lib" >/dev/null || true

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.chart
 
 DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 LAST_STAGE = DOCKERFILE.rpartition("\nFROM ")[2]
-COMMANDS = {"twinpool", "etcd", "/bin/sh", "test"}
-"""From the project, etcd's package and the base."""
+COMMANDS = {"twinpool", "ray", "python", "etcd", "/bin/sh", "test"}
+"""From the project and what it needs, etcd's package and the base."""
 
 
 def instruction(name: str) -> str:

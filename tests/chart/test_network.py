@@ -13,10 +13,13 @@ pytestmark = pytest.mark.chart
 GRPC, HTTP, WORKER, EVENTS, REPLAY, METRICS = 50051, 8000, 50052, 5557, 5558, 9090
 TRANSFER = range(18500, 18532)
 CONTROL, CLIENT, PEER, ETCD_METRICS = 50053, 2379, 2380, 2381
+GCS, RAY_CLIENT, RAY_NODE = 6379, 10001, (6380, 6381, 10002, 10033)
 PORTS = (
     GRPC, HTTP, WORKER, EVENTS, REPLAY, METRICS, CONTROL, CLIENT, PEER, ETCD_METRICS,
     # The ends of the range, what lies beside it, and ports that nobody uses.
     TRANSFER[0], TRANSFER[-1], TRANSFER[0] - 1, TRANSFER[-1] + 1, 22, 53, 443, 6443, 10250,
+    # Ray's, its dashboard and what else of it listens.
+    GCS, *RAY_NODE, RAY_NODE[-1] + 1, RAY_CLIENT, 6382, 8080, 8265, 52365,
 )  # fmt: skip
 READS = (WORKER, TRANSFER[0], TRANSFER[-1])
 
@@ -57,6 +60,16 @@ def design() -> set[tuple[str, str, int]]:
     return edges
 
 
+def ray_design() -> set[tuple[str, str, int]]:
+    """The same for one model whose workers are Ray's: its head calls every node and is called, and so does the controller's node."""
+    workers = ("chat-prefill", "chat-decode")
+    edges = {edge for edge in design() if not any(end.startswith("tiny-") for end in edge[:2])}
+    edges |= {(part, "ray", port) for part in (*workers, "control") for port in (GCS, *RAY_NODE)}
+    edges |= {("ray", part, port) for part in (*workers, "control") for port in RAY_NODE}
+    edges |= {("control", worker, port) for worker in workers for port in RAY_NODE}
+    return edges | {(worker, "control", port) for worker in workers for port in RAY_NODE}
+
+
 def allowed(docs: list[Doc]) -> set[tuple[str, str, int]]:
     ends = pods(docs)
     inside = {end.name for end in ends}
@@ -67,11 +80,40 @@ def test_what_the_design_has_is_allowed_and_nothing_else(everything: list[Doc]) 
     assert allowed(everything) == design()
 
 
-def test_each_end_by_itself_is_no_wider(everything: list[Doc]) -> None:
+@pytest.fixture(scope="session")
+def ray(helm: Helm) -> list[Doc]:
+    return helm.docs(merged(EVERYTHING, {"ray": {"mode": "raycluster"}, "models": {"tiny": None}}))
+
+
+def test_what_ray_needs_is_allowed_in_its_cluster_and_nothing_else(ray: list[Doc]) -> None:
+    assert allowed(ray) == ray_design()
+
+
+def test_rays_autoscaler_alone_reaches_the_api_of_kubernetes(helm: Helm) -> None:
+    scales = nested(
+        {f"{role}.autoscaling": {"enabled": True, "type": "ray"} for role in ("prefill", "decode")}
+    )
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}}}
+    values = merged(EVERYTHING, {"ray": {"mode": "raycluster"}, "models": {"tiny": None}}, scales)
+    for peers, reached in (([], (FOREIGNER, WORLD)), ([here], (FOREIGNER,))):
+        docs = helm.docs(merged(values, nested({"networkPolicy.kubernetes": peers})))
+        policies = Policies(docs)
+        found = {
+            (pod.name, end.name)
+            for pod in pods(docs)
+            for end in (FOREIGNER, WORLD)
+            if policies.allow(pod, end, 443)
+        }
+        assert found == {("ray", end.name) for end in reached}
+
+
+@pytest.mark.parametrize("form", ["statefulset", "raycluster"])
+def test_each_end_by_itself_is_no_wider(everything: list[Doc], ray: list[Doc], form: str) -> None:
     """Of a connection that one end allows and the other does not nothing would be seen above."""
-    policies, ends = Policies(everything), pods(everything)
+    docs, edges = (ray, ray_design()) if form == "raycluster" else (everything, design())
+    policies, ends = Policies(docs), pods(docs)
     inside = {end.name for end in ends}
-    wanted = {edge for edge in design() if edge[0] in inside}
+    wanted = {edge for edge in edges if edge[0] in inside}
     # Anybody may come to a router; who may go there is said by the other end.
     clients = {(end.name, "router", port) for end in ends for port in (GRPC, HTTP)}
     pairs = [(one, two, port) for one in ends for two in ends for port in PORTS]

@@ -22,7 +22,15 @@ EXTERNAL = {
     "externalEtcd.passwordSecret": "password",
     "externalEtcd.tlsSecret": "etcd-tls",
 }
+RAY: dict[str, Any] = {"ray.mode": "raycluster", "ray.auth.existingSecret": "token", "models.tiny": None}
+RAY_SCALES = RAY | {"prefill.autoscaling.enabled": True, "prefill.autoscaling.type": "ray"}
 CONTEXTS: dict[str, dict[str, Any]] = {
+    "ray": RAY,
+    "ray.mode": {key: value for key, value in RAY.items() if key != "ray.mode"},
+    "ray.autoscaler": RAY_SCALES,
+    "networkPolicy.kubernetes": RAY_SCALES,
+    "control.rayResources": RAY,
+    **{f"ports.ray{name}": RAY for name in ("Gcs", "Node", "Objects", "Environments", "First", "Last")},
     "externalEtcd": EXTERNAL,
     "etcd.enabled": {key: value for key, value in EXTERNAL.items() if key != "etcd.enabled"},
     "tls.certManager.issuerRef": {"tls.certManager.issuerRef.name": "issuer"},
@@ -54,6 +62,11 @@ OTHERS: dict[str, Any] = {
     "config.log.format": "console",
     "models": {"other": {"tiny": {"family": "llama"}}},
     "type": "keda",
+    "ray.mode": "raycluster",
+    "ray.version": "2.61.0",
+    "upgradeStrategy": "Recreate",
+    "gcsFaultToleranceOptions": {"redisAddress": "redis:6379"},
+    "kubernetes": [{"podSelector": {}}],
     "router.service.type": "LoadBalancer",
     "whenUnsatisfiable": "DoNotSchedule",
     "pullPolicy": "Always",

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import yaml
 
+from tests.support.kuberay import groups
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 CHART: Final = ROOT / "deploy" / "helm" / "twinpool"
 CACHE: Final = ROOT / ".cache" / "helm"
@@ -96,12 +98,15 @@ class Helm:
         release: str = "rel",
         namespace: str = "ns",
         version: str = "1.37.0",
+        apis: str = "",
     ) -> str:
         """What the chart renders to with values over files of the chart. Raises AssertionError with helm's words."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as given:
             json.dump(values or {}, given)
             given.flush()
             arguments = ["template", release, str(CHART), "-n", namespace, "--kube-version", version]
+            if apis:
+                arguments += ["--api-versions", apis]
             for name in files:
                 arguments += ["-f", str(CHART / name)]
             result = self.run(*arguments, "-f", given.name)
@@ -141,12 +146,14 @@ def named(docs: list[Doc], kind: str, name: str) -> Doc:
 
 
 def workloads(docs: list[Doc]) -> Iterator[tuple[Doc, Doc]]:
-    """(document, template of its pods) of everything that runs pods."""
+    """(document, template of its pods) of everything that runs pods; a group of a RayCluster is one of kind RayGroup."""
     for doc in docs:
         if doc["kind"] in ("Deployment", "StatefulSet", "Job"):
             yield doc, doc["spec"]["template"]
         elif doc["kind"] == "Pod":
             yield doc, doc
+        elif doc["kind"] == "RayCluster":
+            yield from ((group.doc, group.template) for group in groups(doc))
 
 
 def containers(pod: Doc) -> list[Doc]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import psutil
 
-from tests.support.chart import workloads
+from tests.support.chart import named, workloads
 
 Doc = dict[str, Any]
 Files = Mapping[str, bytes]
@@ -55,6 +55,28 @@ class Pod:
         """A container; the first one if it is not named."""
         found: list[Doc] = [*self.spec.get("initContainers", []), *self.spec["containers"]]
         return next(one for one in found if one["name"] == name) if name else self.spec["containers"][0]
+
+
+def secret_files(docs: list[Doc], name: str, given: Mapping[str, Files] | None = None) -> Files:
+    """The content of a Secret; ``given``: those that somebody else makes."""
+    if given and name in given:
+        return given[name]
+    doc = named(docs, "Secret", name)
+    coded = {key: base64.b64decode(value) for key, value in doc.get("data", {}).items()}
+    return coded | {key: value.encode() for key, value in doc.get("stringData", {}).items()}
+
+
+def volume_files(docs: list[Doc], volume: Doc, given: Mapping[str, Files] | None = None) -> Files:
+    """What a volume holds at first."""
+    if "configMap" in volume:
+        data = named(docs, "ConfigMap", volume["configMap"]["name"])["data"]
+        return {name: text.encode() for name, text in data.items()}
+    if "secret" in volume:
+        source = volume["secret"]
+        found = secret_files(docs, source["secretName"], given)
+        chosen = source.get("items") or [{"key": key, "path": key} for key in found]
+        return {item["path"]: found[item["key"]] for item in chosen}
+    return {}
 
 
 class World:
@@ -117,31 +139,15 @@ class World:
         self.pods[name] = Pod(name, ip, template["metadata"]["labels"], doc, spec, mounts)
 
     def _content(self, volume: Doc) -> Files:
-        if "configMap" in volume:
-            data = self._find("ConfigMap", volume["configMap"]["name"])["data"]
-            return {name: text.encode() for name, text in data.items()}
-        if "secret" in volume:
-            source = volume["secret"]
-            found = self.secret(source["secretName"])
-            chosen = source.get("items") or [{"key": key, "path": key} for key in found]
-            return {item["path"]: found[item["key"]] for item in chosen}
-        return {}
+        return volume_files(self.docs, volume, self._secrets)
 
     def secret(self, name: str) -> Files:
         """The content of a Secret."""
-        if name in self._secrets:
-            return self._secrets[name]
-        doc = self._find("Secret", name)
-        coded = {key: base64.b64decode(value) for key, value in doc.get("data", {}).items()}
-        return coded | {key: value.encode() for key, value in doc.get("stringData", {}).items()}
+        return secret_files(self.docs, name, self._secrets)
 
     def set_secret(self, name: str, content: Files) -> None:
         """What processes that start from now on get of a Secret in their environment."""
         self._secrets[name] = content
-
-    def _find(self, kind: str, name: str) -> Doc:
-        (found,) = (doc for doc in self.docs if doc["kind"] == kind and doc["metadata"]["name"] == name)
-        return found
 
     def _names(self) -> dict[str, str]:
         """Names in DNS to addresses: of services, and of pods below them."""

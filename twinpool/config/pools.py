@@ -233,6 +233,11 @@ class PoolsSection(PoolKeys):
         le=1 << 40,
         description="Object store of the local Ray, in bytes. Ray's least: KV never passes through it.",
     )
+    worker_options: Literal["control", "node"] = Field(
+        default="control",
+        description="Where the options of workers come from: this control process (control), or the file and the environment of the "
+        "node that Ray places a worker on (node), as `twinpool serve` would read them there. Their names and pool are this process's.",
+    )
     max_restarts: int = Field(
         default=-1, ge=-1, le=1 << 20, description="How often Ray restarts a worker that died; -1: always."
     )
@@ -259,5 +264,7 @@ def broken_pool_rules(pools: PoolsSection) -> Iterator[str]:
         low, high = getattr(pools, f"{kind}_least"), getattr(pools, f"{kind}_most")
         if low > high:
             yield f"pools.{kind}_least: {low} exceeds pools.{kind}_most = {high}"
+    if pools.worker_options == "node" and not pools.ray_address:
+        yield "pools.worker_options: a local Ray has no nodes with options of their own; set pools.ray_address"
     if not pools.stop_workers and not pools.ray_address:
         yield "pools.stop_workers: cannot be off without pools.ray_address: a local Ray ends with its control process"

@@ -20,6 +20,7 @@ from twinpool.config import TwinpoolConfig, load_config
 from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.worker.host import Failure, WorkerHost
+from twinpool.worker.leave import asked_at, directory
 
 EXIT_FAILED: Final = 1
 """Exit status of an actor whose worker can't go on: Ray starts it anew as often as it is allowed to."""
@@ -33,8 +34,12 @@ log = get_logger(__name__)
 class HostThread:
     """A WorkerHost with a thread and an event loop of its own, so that Ray's loop never waits for the worker's."""
 
-    def __init__(self, config: TwinpoolConfig, role: str, *, owns_process: bool = False) -> None:
-        """``owns_process``: whether an event loop of it that stands still ends the process."""
+    def __init__(
+        self, config: TwinpoolConfig, role: str, *, owns_process: bool = False, leave_at: Path | None = None
+    ) -> None:
+        """``owns_process``: whether an event loop of it that stands still ends the process. ``leave_at``: the socket on which its
+        node may ask it to leave."""
+        self._leave_at = leave_at
         self._config = config
         self._role = role
         self._owns_process = owns_process
@@ -85,10 +90,14 @@ class HostThread:
         if self._stop_wanted:
             # Told to stop before there was an event to set.
             self._stopping.set()
+        async with asked_at(self._leave_at, self._stopping.set):
+            await self._serve(self._stopping)
+
+    async def _serve(self, told: asyncio.Event) -> None:
         host = WorkerHost(self._config, self._role, os._exit if self._owns_process else None)
         logs.bind_context(worker=host.key.name)
         starting = asyncio.ensure_future(host.start())
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        stopping = asyncio.ensure_future(told.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -126,13 +135,14 @@ class HostThread:
 class WorkerActor:
     """The actor's class; wrap it with ``ray.remote``. Its methods are coroutines, so that calls never queue up."""
 
-    def __init__(self, config_yaml: str, role: str, log_file: str = "") -> None:
-        """``config_yaml``: the whole configuration; neither file nor environment of this host changes it.
-        ``log_file``: appended to; empty logs to stderr, which Ray keeps."""
-        config = load_config(None, yaml.safe_load(config_yaml) or {}, env={})
+    def __init__(self, config_yaml: str, role: str, log_file: str = "", from_node: bool = False) -> None:
+        """``config_yaml``: the whole configuration; neither file nor environment of this host changes it. With ``from_node`` it goes
+        over these instead. ``log_file``: appended to; empty logs to stderr, which Ray keeps."""
+        config = load_config(None, yaml.safe_load(config_yaml) or {}, env=None if from_node else {})
         stream = Path(log_file).open("a", buffering=1, encoding="utf-8") if log_file else None  # noqa: SIM115
         logs.setup(config.log.level, config.log.as_json, stream)
-        self._thread = HostThread(config, role, owns_process=True)
+        leave_at = directory() / f"{config.worker.name}.sock" if from_node else None
+        self._thread = HostThread(config, role, owns_process=True, leave_at=leave_at)
         self._thread.start()
         if _reconstructed():
             # Nobody asks an actor that Ray has made anew whether it could start.

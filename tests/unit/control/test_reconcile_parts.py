@@ -161,6 +161,7 @@ def test_the_end_of_a_log_is_short(tmp_path: Path) -> None:
         ({"prefill_least": 3, "prefill_most": 2}, "pools.prefill_least"),
         ({"decode_workers": 5, "decode_most": 4}, "pools.decode_workers"),
         ({"stop_workers": False}, "pools.stop_workers"),
+        ({"worker_options": "node"}, "pools.worker_options"),
         ({"decode_resources": "GPU"}, "GPU"),
         ({"decode_resources": "GPU=-1"}, "GPU=-1"),
         ({"decode_resources": "GPU=1,GPU=2"}, "twice"),

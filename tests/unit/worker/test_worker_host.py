@@ -2,6 +2,7 @@
 """A worker's life in one process: ready, stopped, failed, interrupted. It leaves nothing behind, whatever happens."""
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,16 @@ from worker_pair import random_prompt
 from tests.support.quiescence import assert_quiescent, inspect
 from tests.support.waiting import until
 from tests.support.worker_client import AttemptFailedError, Request, RouterSession, next_message
-from twinpool import rpc
-from twinpool.config import RpcConfig, TwinpoolConfig
+from twinpool import logs, rpc
+from twinpool.config import RpcConfig, TwinpoolConfig, to_yaml
 from twinpool.engine.tiny import write_tiny
 from twinpool.errors import ConfigError, TwinpoolError
 from twinpool.store import Keys, StoreServer, connect_store, start_store
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, WORKER_STATE_STARTING, WorkerRecord
 from twinpool.worker import host as host_module
-from twinpool.worker.actor import HostThread
+from twinpool.worker import leave
+from twinpool.worker.actor import HostThread, WorkerActor
 from twinpool.worker.host import WorkerHost
 from twinpool.worker.stack import LoadProgress
 
@@ -234,6 +236,26 @@ async def test_a_worker_that_stops_tells_its_router(model: Path) -> None:
     assert caught.value.reason == pb.FAILURE_REASON_NOT_SERVING
     await until(session.ended.done)
     await session.close()
+
+
+def test_its_node_asks_a_worker_in_an_actor_to_leave(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the options of its node, but for its name and pool."""
+    file = tmp_path / "node.yaml"
+    file.write_text(to_yaml(_config(model)))
+    monkeypatch.setenv("TWINPOOL_CONFIG", str(file))
+    monkeypatch.setenv("TWINPOOL_WORKER__NAME", "of-the-node")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # An actor has a process of its own, whose log it sets up.
+    monkeypatch.setattr(logs, "setup", lambda *_: None)
+    actor = WorkerActor("worker: {name: given, pool: mine}", "decode", from_node=True)
+    assert asyncio.run(actor.start())["worker"] == "given"
+    assert [path.name for path in leave.directory().iterdir()] == ["given.sock"]
+    assert leave.leave(leave.directory()) == 1
+    assert asyncio.run(actor.health())["ready"] is False
+    assert asyncio.run(actor.stop(0.1))
+    assert _threads() == set()
 
 
 def test_a_thread_of_its_own_for_ray(model: Path) -> None:

@@ -115,8 +115,14 @@ router:
 {{- else if eq .component "control" }}
 metrics: {enabled: true, port: {{ int64 $v.ports.metrics }}}
 control: {port: {{ int64 $v.ports.control }}}
-# Its pools are StatefulSets: it starts no workers.
-pools: {prefill_workers: 0, decode_workers: 0}
+pools:
+  {{- if include "twinpool.withRay" .root }}
+  {{- include "twinpool.rayPools" .root | nindent 2 }}
+  {{- else }}
+  # Its pools are StatefulSets: it starts no workers.
+  prefill_workers: 0
+  decode_workers: 0
+  {{- end }}
 {{- else if ne .component "operator" }}
 metrics: {enabled: true, port: {{ int64 $v.ports.metrics }}}
 worker:

@@ -1,10 +1,11 @@
 {{/* What all pods have in common. */}}
 
-{{/* Takes root, component, v, and for workers key. The spec without containers, volumes and grace. */}}
+{{/* Takes root, component, v, for workers key, and serviceAccount for a pod that calls the API of Kubernetes. The spec without containers,
+volumes and grace. */}}
 {{- define "twinpool.pod" -}}
 {{- $root := .root -}}
-serviceAccountName: {{ include "twinpool.serviceAccount" $root }}
-automountServiceAccountToken: false
+serviceAccountName: {{ .serviceAccount | default (include "twinpool.serviceAccount" $root) }}
+automountServiceAccountToken: {{ not (empty .serviceAccount) }}
 # Kubernetes' variables for services would look like the product's own.
 enableServiceLinks: false
 {{- with $root.Values.imagePullSecrets }}
