@@ -33,6 +33,8 @@ class LocalState:
     router_endpoints: list[str] = field(default_factory=list)
     http_endpoints: list[str] = field(default_factory=list)
     console_url: str = ""
+    tls: dict[str, str] = field(default_factory=dict)
+    """Options of section ``tls`` by which its processes know one another: paths and names. Empty: it speaks no TLS."""
 
     def alive(self) -> bool:
         """Whether the supervising process still runs (a reused pid has another start time)."""

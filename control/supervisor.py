@@ -85,6 +85,7 @@ def _state(config: TwinpoolConfig, cluster: LocalCluster) -> state.LocalState:
         router_endpoints=cluster.router_endpoints,
         http_endpoints=cluster.http_endpoints,
         console_url=cluster.console_url,
+        tls=config.tls.model_dump() if config.tls.enabled else {},
     )
 
 

@@ -2,6 +2,7 @@
 """Configuration of every process: flags over environment over YAML file over defaults."""
 
 from twinpool.config.audit import AuditConfig
+from twinpool.config.client import ClientSection, ClientTls
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
 from twinpool.config.model import TwinpoolConfig
 from twinpool.config.page import config_schema
@@ -29,6 +30,8 @@ __all__ = [
     "ENV_FILE",
     "ENV_PREFIX",
     "AuditConfig",
+    "ClientSection",
+    "ClientTls",
     "ClusterConfig",
     "ConfigError",
     "ControlSection",
