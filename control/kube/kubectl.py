@@ -86,7 +86,7 @@ class Kubectl:
     def get(self, kind: str, *arguments: str) -> list[dict[str, Any]]:
         """The objects of a kind. Raises TwinpoolError."""
         found: Any = json.loads(self.run("get", kind, *arguments, "-o", "json"))
-        items: list[dict[str, Any]] = found["items"] if "items" in found else [found]
+        items: list[dict[str, Any]] = found.get("items", [found])
         return items
 
     def can(self, verb: str, resource: str, *arguments: str) -> bool:
