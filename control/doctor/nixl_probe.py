@@ -55,6 +55,7 @@ def main() -> None:
         told["stage"] = "made"
     except Exception as error:
         told["error"] = f"{type(error).__name__}: {error}"
+        told["plugin"] = plugin_fault(str(told["module"]))
     _say(told)
 
 
@@ -81,6 +82,21 @@ def transports(module: str) -> list[tuple[str, str]]:
     if init(numbers[0], numbers[1], params, config, ctypes.byref(context)):
         raise OSError("ucp_init failed")
     return _RESOURCE.findall(_printed(ucp, context))
+
+
+def plugin_fault(module: str) -> str:
+    """Why the loader does not take NIXL's UCX plug-in; "" if it does."""
+    given = os.environ.get("NIXL_PLUGIN_DIR", "")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    here = Path(spec.origin).parent
+    path = Path(given or here.parent / f"{here.name}.libs" / "nixl") / "libplugin_UCX.so"
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _printed(ucp: Any, context: ctypes.c_void_p) -> str:

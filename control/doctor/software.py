@@ -92,24 +92,28 @@ def check_torch(config: TwinpoolConfig, devices: Path = Path("/dev")) -> list[Fi
     if importlib.util.find_spec("torch") is None:
         remedy = f"install torch for your hardware, then {_WORKER}"
         return [failed("torch", "not installed", "workers compute with it", remedy)]
-    done = subprocess.run(
-        [sys.executable, "-c", _TORCH_PROBE],
-        capture_output=True,
-        text=True,
-        timeout=PROBE_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        return [
-            failed("torch", f"it cannot be imported: {why}", "workers compute with it", "install torch anew")
-        ]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told = torch_told()
+    if isinstance(told, str):
+        return [failed("torch", f"it cannot be imported: {told}", "workers compute with it", "install torch anew")]
     build = f"CUDA {told['cuda']}" if told["cuda"] else "a CPU build"
-    return [ok("torch", f"{told['version']}, {build}"), _gpu(told, cards, config.worker.device)]
+    return [ok("torch", f"{told['version']}, {build}"), check_gpu(told, cards, config.worker.device)]
 
 
-def _gpu(told: dict[str, Any], cards: list[str], device: str) -> Finding:
+def torch_told() -> dict[str, Any] | str:
+    """What torch says of itself in a child, or why it cannot be imported."""
+    command = [sys.executable, "-c", _TORCH_PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"that took more than {PROBE_SECONDS:g} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"the child ended with {done.returncode}"])[-1]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def check_gpu(told: dict[str, Any], cards: list[str], device: str) -> Finding:
+    """``told``: of torch. ``cards``: device files of GPUs. ``device``: worker.device."""
     wanted = device.startswith("cuda")
     asked = f"; worker.device is {device}" if wanted else ""
     seen, matters = told["devices"], "workers would run on the CPU" if not wanted else "no worker starts"

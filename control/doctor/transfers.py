@@ -83,7 +83,7 @@ def _probe() -> tuple[dict[str, Any], str]:
         said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         return _last(said), f"it hung for {PROBE_SECONDS:g} s"
     ended = "" if done.returncode == 0 else f"it ended with {done.returncode}: {_tail(done.stderr)}"
-    return _last(done.stdout) | {"stderr": done.stderr}, ended
+    return _last(done.stdout), ended
 
 
 def _last(stdout: str) -> dict[str, Any]:
@@ -104,9 +104,8 @@ def _nixl(told: dict[str, Any], ended: str) -> Finding:
     if stage == "made":
         return ok("nixl", f"{told['module']}; an agent was made over UCX")
     why = str(told.get("error") or ended)
-    said = f"{why} {told.get('stderr', '')}"
-    if "plugin" in said.lower():
-        detail = f"{told['module']} is there, but its UCX plug-in does not load: {why}"
+    if fault := told.get("plugin"):
+        detail = f"{told['module']} is there, but its UCX plug-in does not load: {fault}"
         remedy = "unset NIXL_PLUGIN_DIR and LD_LIBRARY_PATH, which may lead to other libraries, or install nixl anew"
         return failed("nixl", detail, _MATTERS, remedy)
     where = "UCX cannot be started" if stage == "ucx" else "no agent can be made"
