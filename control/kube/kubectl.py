@@ -22,10 +22,12 @@ REQUEST_SECONDS: Final = 10
 _SHOWN_CHARS: Final = 300
 
 _CAUSES: Final = (
-    ("KUBE_CONTEXT_UNKNOWN", re.compile(r'context "?[^"]*"? does not exist|no context exists with the name')),
     (
         "KUBE_CONTEXT_UNKNOWN",
-        re.compile(r"error: stat .*no such file or directory|error loading config file"),
+        re.compile(
+            r'context was not found|context "?[^"]*"? does not exist|no context exists with the name'
+            r"|error: stat .*no such file or directory|error loading config file"
+        ),
     ),
     ("KUBE_FORBIDDEN", re.compile(r"\(Forbidden\)|is forbidden|\(Unauthorized\)|must be logged in")),
     (
