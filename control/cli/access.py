@@ -23,6 +23,7 @@ from twinpool.config import ClientSection, ClientTls, TlsConfig, TwinpoolConfig,
 from twinpool.control import state
 from twinpool.control.cli.config import read_config
 from twinpool.control.cli.output import EXIT_DENIED, EXIT_FAILED, EXIT_UNAVAILABLE, EXIT_USAGE, fail
+from twinpool.control.doctor.certificates import refusal
 from twinpool.control.kube.forward import PortForward
 from twinpool.control.kube.kubectl import Kubectl
 from twinpool.control.kube.release import Service, find_pods, find_service
@@ -41,9 +42,22 @@ _ADDRESSES: Final = {"endpoint", "control"}
 _KUBE: Final = ("kube_context", "namespace", "kubeconfig", "release")
 
 
-def _option(name: str, *flags: str, kind: Any = str, panel: str) -> Any:
+def _contexts(incomplete: str) -> list[str]:
+    """For the shell: the contexts of the kubeconfig."""
+    try:
+        names = Kubectl().run("config", "get-contexts", "-o", "name").split()
+    except TwinpoolError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _option(
+    name: str, *flags: str, kind: Any = str, panel: str, complete: Callable[[str], list[str]] | None = None
+) -> Any:
     text = (ClientSection.model_fields[name].description or "").rstrip(".") + "."
-    made = typer.Option(*flags, help=text, envvar=env_name("client", name), rich_help_panel=panel)
+    made = typer.Option(
+        *flags, help=text, envvar=env_name("client", name), rich_help_panel=panel, autocompletion=complete
+    )
     return Annotated[kind, made]
 
 
@@ -56,7 +70,7 @@ _TLS_OPTIONS: Final = {
 }
 _KEY_OPTIONS: Final = {"api_key_file": _option("api_key_file", "--api-key-file", panel="TLS")}
 _KUBE_OPTIONS: Final = {
-    "kube_context": _option("kube_context", "--kube-context", panel="Kubernetes"),
+    "kube_context": _option("kube_context", "--kube-context", panel="Kubernetes", complete=_contexts),
     "namespace": _option("namespace", "--namespace", "-n", panel="Kubernetes"),
     "kubeconfig": _option("kubeconfig", "--kubeconfig", panel="Kubernetes"),
     "release": _option("release", "--release", panel="Kubernetes"),
@@ -207,12 +221,16 @@ class Access:
         if error.reason != "SERVER_UNREACHABLE":
             return error
         for endpoint, role in self._dialled.items():
+            tls = self.tls(endpoint, role)
             try:
-                found = why_unreachable(endpoint, self.tls(endpoint, role))
+                found = why_unreachable(endpoint, tls)
             except (OSError, ValueError):
                 continue
-            if found is not None:
-                return found
+            if found is None:
+                continue
+            # A server does not say why; the files may.
+            fault = refusal(tls) if found.reason == "CERTIFICATE_REFUSED" else ""
+            return TwinpoolError(found.reason, f"{found.message} ({fault})") if fault else found
         return error
 
 

@@ -19,7 +19,8 @@ from twinpool.errors import CheckpointError, ConfigError
 
 MIB: Final = 1 << 20
 SHM_WORKER_BYTES: Final = 64 * MIB
-"""What UCX's shared memory and the queues of a worker's libraries take of /dev/shm at most, measured at 4 to 20 MiB a worker."""
+"""What is wanted of /dev/shm besides Ray's store, and what container runtimes give. Two small workers and a Ray that is idle took 8 MiB
+together; with 8 MiB in all UCX has no posix transport."""
 
 FILES_LEAST: Final = 1024
 """Descriptors below which a router of a few hundred clients and workers runs out."""

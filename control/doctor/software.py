@@ -94,7 +94,9 @@ def check_torch(config: TwinpoolConfig, devices: Path = Path("/dev")) -> list[Fi
         return [failed("torch", "not installed", "workers compute with it", remedy)]
     told = torch_told()
     if isinstance(told, str):
-        return [failed("torch", f"it cannot be imported: {told}", "workers compute with it", "install torch anew")]
+        return [
+            failed("torch", f"it cannot be imported: {told}", "workers compute with it", "install torch anew")
+        ]
     build = f"CUDA {told['cuda']}" if told["cuda"] else "a CPU build"
     return [ok("torch", f"{told['version']}, {build}"), check_gpu(told, cards, config.worker.device)]
 

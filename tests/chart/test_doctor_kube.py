@@ -21,7 +21,7 @@ from twinpool.control.doctor.kube_pods import quantity
 from twinpool.control.doctor.kube_values import merged
 from twinpool.control.kube.kubectl import Kubectl
 
-pytestmark = pytest.mark.chart
+pytestmark = [pytest.mark.chart, pytest.mark.slow]
 
 GPU_POOL = {
     "models": {"chat": {"prefill": {"replicas": 2, "gpu": {"count": 1}, "rdma": {"count": 1}}}},

@@ -86,6 +86,22 @@ def test_shared_memory_has_room_for_what_starts_here() -> None:
     assert "--shm-size" in short.remedy
 
 
+def test_a_small_dev_shm() -> None:
+    code = (
+        "import json\nfrom twinpool.config import TwinpoolConfig\nfrom twinpool.control.doctor import machine\n"
+        "print(json.dumps(machine.check_shm(TwinpoolConfig(), ray=False).row()))"
+    )
+    mount = "mount -t tmpfs -o size=8m none /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("only who may mount can make one")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    row = json.loads(done.stdout)
+    assert (row["status"], row["detail"]) == ("failed", "8 MiB free in /dev/shm, 64 MiB needed")
+
+
 @pytest.mark.parametrize(("limit", "status"), [(512, "failed"), (2048, "warning"), (8192, "ok")])
 def test_the_limit_of_open_files(limit: int, status: str) -> None:
     code = "import json\nfrom twinpool.control.doctor import machine\nprint(json.dumps(machine.check_files().row()))"
