@@ -34,6 +34,8 @@ class LocalState:
     http_endpoints: list[str] = field(default_factory=list)
     console_url: str = ""
     metrics_endpoint: str = ""
+    tls: dict[str, str] = field(default_factory=dict)
+    """Options of section ``tls`` by which its processes know one another: paths and names. Empty: it speaks no TLS."""
 
     def alive(self) -> bool:
         """Whether the supervising process still runs (a reused pid has another start time)."""

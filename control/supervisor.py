@@ -91,6 +91,7 @@ def _state(config: TwinpoolConfig, cluster: LocalCluster, metrics_endpoint: str)
         http_endpoints=cluster.http_endpoints,
         console_url=cluster.console_url,
         metrics_endpoint=metrics_endpoint,
+        tls=config.tls.model_dump() if config.tls.enabled else {},
     )
 
 

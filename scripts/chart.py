@@ -50,6 +50,8 @@ OWNED: Final[dict[str, frozenset[str] | None]] = {
     "worker": frozenset({"host", "port", "name", "pool"}),
     "metrics": frozenset({"enabled", "host", "port"}),
     "tls": None,
+    # Of commands, not of processes.
+    "client": None,
     "control": frozenset({"host", "port"}),
     # Kubernetes runs the workers.
     "pools": frozenset(

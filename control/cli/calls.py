@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
+from twinpool.control.cli.access import access
 from twinpool.control.cli.output import err
 from twinpool.control.cli.target import control_channel
 from twinpool.errors import TwinpoolError, from_rpc_error
@@ -49,7 +50,7 @@ async def ask(endpoint: str, call: Callable[[Stub], Awaitable[T]]) -> T:
                 leader = known.metadata.get("leader", "") if known.reason == "NOT_LEADER" else ""
                 if not leader or leader == endpoint:
                     raise known from error
-                endpoint = leader
+                endpoint = access().reach(leader)
     raise TwinpoolError("NOT_LEADER", "the leadership moves from one control process to the next")
 
 
@@ -66,7 +67,7 @@ async def stream(endpoint: str, call: Callable[[Stub], AsyncIterator[T]]) -> Asy
                 leader = known.metadata.get("leader", "") if known.reason == "NOT_LEADER" else ""
                 if not leader or leader == endpoint:
                     raise known from error
-                endpoint = leader
+                endpoint = access().reach(leader)
 
 
 async def ended(endpoint: str, operation: pb.Operation) -> pb.Operation:

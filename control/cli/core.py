@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from twinpool import _core
+from twinpool.control.cli.access import App
 from twinpool.control.cli.output import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -20,10 +21,15 @@ from twinpool.control.cli.output import (
     out,
 )
 from twinpool.control.cli.progress import Stages, stages
-from twinpool.control.cli.target import ClusterOption, EndpointOption, api_key, router_endpoints, run_command
-from twinpool.router_client import RouterClient
+from twinpool.control.cli.target import (
+    ClusterOption,
+    EndpointOption,
+    router_client,
+    router_endpoints,
+    run_command,
+)
 
-app = typer.Typer(help="Look at the router's deterministic core.", no_args_is_help=True)
+app = App(help="Look at the router's deterministic core.", no_args_is_help=True)
 
 LogArgument = Annotated[
     Path, typer.Argument(help="A log of `twinpool core record`.", exists=True, dir_okay=False)
@@ -77,7 +83,7 @@ async def _fetch(endpoint: str, path: Path, progress: Stages) -> int:
     progress.stage(f"fetching the log of {endpoint}")
     # Pieces are a megabyte at most: a write is shorter than what a thread for it would cost.
     with path.open("wb") as file:
-        async with RouterClient(endpoint, key=api_key()) as client:
+        async with router_client(endpoint) as client:
             async for piece in client.recording():
                 size += file.write(piece.data)
                 progress.stage(f"fetching the log of {endpoint}", f"{size} of {piece.total_bytes} bytes")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from google.protobuf.json_format import MessageToDict
 
+from twinpool.control.cli.access import App
 from twinpool.control.cli.calls import CALL_SECONDS, Stub, ask
 from twinpool.control.cli.drain import COLUMNS as OPERATION_COLUMNS
 from twinpool.control.cli.drain import WorkerArgument, row_of
@@ -20,7 +21,7 @@ from twinpool.v1 import control_pb2 as pb
 EVENTS_SHOWN = 20
 REPLICA_COLUMNS = ["name", "role", "phase", "seconds", "cordoned", "crashes", "cause"]
 
-app = typer.Typer(help="Show all that is known of a pool or a worker.", no_args_is_help=True)
+app = App(help="Show all that is known of a pool or a worker.", no_args_is_help=True)
 
 
 @app.command()

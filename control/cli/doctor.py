@@ -1,171 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``twinpool doctor``: says what this machine lacks and how to get it."""
+"""``twinpool doctor``: says what this machine or a release on Kubernetes lacks, what follows and what to do."""
 
-import importlib
-import importlib.util
-import os
-import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
+from twinpool.config import TwinpoolConfig
+from twinpool.control import state
+from twinpool.control.cli.access import access
+from twinpool.control.cli.calls import CALL_SECONDS, ask
 from twinpool.control.cli.output import EXIT_UNAVAILABLE, Format, FormatOption, emit_rows
+from twinpool.control.cli.target import ClusterOption, ControlOption
+from twinpool.control.doctor import certificates, clock, machine, ports, software, transfers
+from twinpool.control.doctor.finding import Finding, Status, warning
+from twinpool.control.doctor.kube import check_kube
+from twinpool.control.overview.collect import FRESH_SECONDS
+from twinpool.errors import TwinpoolError
+from twinpool.v1 import control_pb2 as pb
 
-# NIXL loads plug-ins and may take the process down; a child pays for that.
-_NIXL_PROBE = """
-import importlib
-api = None
-for name in ("nixl._api", "nixl_cu12._api", "nixl_cu13._api"):
-    try:
-        api = importlib.import_module(name); break
-    except ImportError:
-        continue
-assert api is not None, "neither nixl nor nixl_cu12 can be imported"
-agent = api.nixl_agent("doctor", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-print(name.split(".")[0])
-"""
+COLUMNS: Final = ["name", "status", "detail", "matters", "remedy"]
+_TALK: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One check's result. ``needed`` checks decide the exit code."""
+class Part(StrEnum):
+    """What the machine is to run."""
 
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
-    needed: bool = True
-
-    def row(self) -> dict[str, object]:
-        """For printing."""
-        status = "ok" if self.ok else ("missing" if self.needed else "absent")
-        return {
-            "name": self.name,
-            "status": status,
-            "detail": self.detail,
-            "remedy": "" if self.ok else self.remedy,
-        }
+    LOCAL = "local"
+    ROUTER = "router"
+    WORKER = "worker"
+    CONTROL = "control"
 
 
-def check_python() -> Finding:
-    """The interpreter."""
-    return Finding(
-        "python", sys.version_info >= (3, 11), sys.version.split()[0], "install Python 3.11 or later"
-    )
-
-
-def check_core() -> Finding:
-    """The C++ core."""
-    try:
-        core = importlib.import_module("twinpool._core")
-    except ImportError as error:
-        return Finding("core", False, str(error), "make install (needs g++ and libssl-dev)")
-    return Finding("core", True, str(core.__file__))
-
-
-def check_etcd() -> Finding:
-    """The etcd binary; without it local clusters use the embedded store."""
-    path = shutil.which("etcd")
-    if path is None:
-        remedy = "apt-get install etcd-server (until then local clusters use the embedded store)"
-        return Finding("etcd", False, "no etcd binary in PATH", remedy, needed=False)
-    version = subprocess.run(
-        [path, "--version"], capture_output=True, text=True, timeout=10, check=False
-    ).stdout
-    return Finding("etcd", True, version.splitlines()[0] if version else path)
-
-
-def check_nixl() -> Finding:
-    """NIXL and its UCX plug-in: an agent is really made."""
-    probe = subprocess.run(
-        [sys.executable, "-c", _NIXL_PROBE], capture_output=True, text=True, timeout=60, check=False
-    )
-    remedy = "pip install 'twinpool[worker]' (nixl-cu12 works without CUDA)"
-    if probe.returncode != 0:
-        lines = probe.stderr.strip().splitlines() or [f"the probe ended with {probe.returncode}"]
-        return Finding("nixl", False, lines[-1], remedy)
-    return Finding("nixl", True, f"{probe.stdout.strip().splitlines()[-1]}, UCX agent made")
-
-
-def _module(name: str, remedy: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
-        return Finding(name, False, "not installed", remedy)
-    module = importlib.import_module(name)
-    return Finding(name, True, str(getattr(module, "__version__", "installed")))
-
-
-def check_torch() -> Finding:
-    """torch."""
-    return _module("torch", "install torch for your hardware, then pip install 'twinpool[worker]'")
-
-
-def check_ray() -> Finding:
-    """Ray."""
-    return _module("ray", "pip install 'twinpool[worker]'")
-
-
-def check_gpu() -> Finding:
-    """An accelerator; workers run on the CPU without one."""
-    if importlib.util.find_spec("torch") is None:
-        return Finding("gpu", False, "torch is not installed", "install torch first", needed=False)
-    torch = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        remedy = "none needed for CPU workers; a CUDA build of torch and a driver for GPU workers"
-        return Finding("gpu", False, "no CUDA device", remedy, needed=False)
-    return Finding(
-        "gpu", True, ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    )
-
-
-def check_ports(ports: list[int]) -> list[Finding]:
-    """Ports that the caller means to use; by default the kernel gives free ones."""
-    findings = []
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError as error:
-                findings.append(
-                    Finding(f"port {port}", False, str(error), "stop its owner or choose another port")
-                )
-            else:
-                findings.append(Finding(f"port {port}", True, "free"))
-    return findings
-
-
-def check_home() -> Finding:
-    """Room for models and cluster state."""
-    path = Path(os.environ.get("TWINPOOL_HOME") or Path.home())
-    free_gb = shutil.disk_usage(path).free / 1e9
-    return Finding(
-        "disk", free_gb > 2, f"{free_gb:.0f} GB free under {path}", "free 2 GB, or set TWINPOOL_HOME"
-    )
-
-
-CHECKS: list[Callable[[], Finding]] = [
-    check_python,
-    check_core,
-    check_torch,
-    check_nixl,
-    check_ray,
-    check_etcd,
-    check_gpu,
-    check_home,
-]
+_SECTIONS: Final = {
+    Part.LOCAL: ("router", "worker", "control", "metrics"),
+    Part.ROUTER: ("router", "metrics"),
+    Part.WORKER: ("worker", "metrics"),
+    Part.CONTROL: ("control",),
+}
+"""Sections of the configuration whose ports a part binds."""
 
 
 def doctor(
-    port: list[int] = typer.Option([], "--port", help="Also check that this port is free (repeatable)."),  # noqa: B008
+    part: Annotated[
+        Part, typer.Option("--for", help="What this machine is to run; local: a whole cluster.")
+    ] = Part.LOCAL,
+    port: Annotated[
+        list[int] | None, typer.Option("--port", help="Also check that this port is free (repeatable).")
+    ] = None,
+    kube: Annotated[
+        bool, typer.Option("--kube", help="Check a release on Kubernetes through kubectl, not this machine.")
+    ] = False,
+    values: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--values",
+            "-f",
+            help="With --kube: values files of the release, as for helm (repeatable). Default: what helm has of it.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file.", envvar="TWINPOOL_CONFIG")
+    ] = None,
+    cluster: ClusterOption = "local",
+    control: ControlOption = "",
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Say what is missing on this machine and how to get it."""
-    findings = [check() for check in CHECKS] + check_ports(port)
-    emit_rows([finding.row() for finding in findings], ["name", "status", "detail", "remedy"], output)
-    if any(finding.needed and not finding.ok for finding in findings):
+    """Say what is missing on this machine, or with --kube on Kubernetes, what follows from it and what to do.
+
+    Exit status: 0 if nothing has failed, 3 if something has; warnings do not count.
+    """
+    way = access()
+    if kube:
+        found = check_kube(way.kubectl, way.client.release, values or [])
+    else:
+        found = [*check_machine(way.config, part, port or []), *_clocks(way.config, cluster, control)]
+    emit_rows([finding.row() for finding in found], COLUMNS, output)
+    if any(finding.status is Status.FAILED for finding in found):
         raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def check_machine(config: TwinpoolConfig, part: Part, more_ports: list[int]) -> Iterator[Finding]:
+    """What the machine needs to run ``part``."""
+    works, local = part in (Part.LOCAL, Part.WORKER), part is Part.LOCAL
+    yield software.check_python()
+    yield software.check_core()
+    if works:
+        yield from software.check_torch(config)
+        yield from transfers.check_transfers(config)
+    if part in (Part.LOCAL, Part.CONTROL):
+        yield software.check_ray()
+    if local:
+        yield software.check_etcd()
+        yield machine.check_disk()
+    if part is not Part.ROUTER:
+        yield machine.check_shm(config, ray=part is not Part.WORKER)
+    yield machine.check_files()
+    if works:
+        yield from machine.check_model(config)
+    yield from certificates.check_certificates(config)
+    for key, host, number in ports.named_ports(config, _SECTIONS[part]):
+        yield ports.check_port(key, host, number)
+    for number in more_ports:
+        yield ports.check_port("--port", "0.0.0.0", number)
+
+
+def _clocks(config: TwinpoolConfig, cluster: str, control: str) -> Iterator[Finding]:
+    """Of etcd and of the control process, where this machine knows them."""
+    local = state.read(cluster)
+    running = local is not None and local.alive()
+    if "etcd_endpoints" in config.cluster.model_fields_set:
+        for endpoint in config.cluster.etcd_endpoints:
+            yield clock.check_etcd_clock(config.cluster, endpoint)
+    elif local is not None and running and local.store_kind == "etcd":
+        yield clock.check_etcd_clock(config.cluster, local.store_endpoint)
+    client = access().client
+    if control or client.control or client.kube or running:
+        yield check_control_clock(cluster, control)
+
+
+def check_control_clock(cluster: str, control: str) -> Finding:
+    """Against the control process."""
+    asked = pb.GetOverviewRequest()
+    endpoint = ""
+
+    def at() -> float:
+        answer = asyncio.run(ask(endpoint, lambda stub: stub.GetOverview(asked, timeout=CALL_SECONDS)))
+        return answer.overview.at.ToNanoseconds() / 1e9
+
+    try:
+        endpoint = access().control(cluster, control)
+        return clock.judge("clock control", f"control {endpoint}", clock.told_offset(at, stale=FRESH_SECONDS))
+    except TwinpoolError as error:
+        known = access().explained(error)
+        name, detail = "clock control", f"not measured: {known.reason}: {known.message}"
+        return warning(name, detail, "the skew is not known", known.spec.user_action)

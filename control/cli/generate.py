@@ -9,9 +9,14 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from twinpool.client import Completion, Turn, request
-from twinpool.cluster_client import ClusterClient
 from twinpool.control.cli.output import Format, FormatOption, emit_data, err, out
-from twinpool.control.cli.target import ClusterOption, EndpointOption, api_key, router_endpoints, run_command
+from twinpool.control.cli.target import (
+    ClusterOption,
+    EndpointOption,
+    cluster_client,
+    router_endpoints,
+    run_command,
+)
 from twinpool.v1 import inference_pb2 as pb
 
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.", min=1)]
@@ -91,7 +96,7 @@ def chat(
 async def stream_answer(endpoints: Sequence[str], message: pb.GenerateRequest, *, live: bool) -> Completion:
     """Collects an answer, printing the text of a single choice as it comes if ``live``."""
     answer = Completion()
-    async with ClusterClient(endpoints, key=api_key()) as client:
+    async with cluster_client(endpoints) as client:
         async for event in client.stream(message):
             answer.take(event)
             if live and event.HasField("tokens"):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``twinpool get``: lists what the cluster has."""
 
-import typer
-
-from twinpool.client import Client
 from twinpool.control.cli import drain, events, pools, prefixes, requests
+from twinpool.control.cli.access import App
 from twinpool.control.cli.calls import CALL_SECONDS, ask
 from twinpool.control.cli.output import Format, FormatOption, emit_rows
 from twinpool.control.cli.pools import worker_row
@@ -12,13 +10,14 @@ from twinpool.control.cli.target import (
     ClusterOption,
     ControlOption,
     EndpointOption,
+    client,
     control_endpoint,
     router_endpoint,
     run_command,
 )
 from twinpool.v1 import control_pb2 as pb
 
-app = typer.Typer(help="List what the cluster has.", no_args_is_help=True)
+app = App(help="List what the cluster has.", no_args_is_help=True)
 app.command()(prefixes.prefixes)
 app.command()(prefixes.conditions)
 app.command()(drain.operations)
@@ -44,8 +43,10 @@ def models(
 ) -> None:
     """List the models that are served."""
 
+    target = router_endpoint(cluster, endpoint)
+
     async def models_of() -> list[dict[str, object]]:
-        async with Client(router_endpoint(cluster, endpoint)) as client:
+        async with client(target) as asked:
             return [
                 {
                     "name": model.name,
@@ -57,7 +58,7 @@ def models(
                     "decode_workers": model.decode_workers,
                     "ready": model.ready,
                 }
-                for model in await client.models()
+                for model in await asked.models()
             ]
 
     columns = [

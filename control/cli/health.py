@@ -8,11 +8,11 @@ from typing import Annotated, Any, get_args
 import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.markup import escape
 
-from twinpool.config import TwinpoolConfig
-from twinpool.control.cli.config import read_config
+from twinpool.control.cli.access import Access, access
 from twinpool.control.cli.output import EXIT_FAILED, EXIT_UNAVAILABLE, EXIT_USAGE, err, fail
-from twinpool.errors import ConfigError
+from twinpool.errors import ConfigError, from_rpc_error
 from twinpool.rpc import channel, join_address
 from twinpool.rpc.roles import PeerRole
 
@@ -40,22 +40,26 @@ def health(
         raise fail(f"unknown role {role!r}; known: {', '.join(get_args(PeerRole))}", EXIT_USAGE)
     endpoint = target if port is None else join_address(target, port)
     try:
-        status = asyncio.run(_ask(endpoint, service, read_config(config), known, timeout))
+        status = asyncio.run(_ask(endpoint, service, access(), known, timeout))
     except ConfigError as error:
         raise fail(error.message, EXIT_USAGE) from error
     except grpc.aio.AioRpcError as error:
         # Of all services that are asked for, only one that the process does not have is unknown to it.
         code = EXIT_USAGE if error.code() is grpc.StatusCode.NOT_FOUND else EXIT_UNAVAILABLE
-        raise fail(f"{endpoint}: {error.code().name}: {error.details()}", code) from error
+        known_cause = access().explained(from_rpc_error(error))
+        said = (
+            known_cause.message
+            if known_cause.reason != "SERVER_UNREACHABLE"
+            else f"{endpoint}: {error.details()}"
+        )
+        raise fail(escape(f"{error.code().name}: {said}"), code) from error
     err.print(status)
     if status != "SERVING":
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _ask(
-    endpoint: str, service: str, config: TwinpoolConfig, role: PeerRole | None, timeout: float
-) -> str:
-    async with channel(endpoint, config.rpc, config.tls, role=role) as connection:
+async def _ask(endpoint: str, service: str, way: Access, role: PeerRole | None, timeout: float) -> str:
+    async with channel(endpoint, way.config.rpc, way.dial(endpoint, role)) as connection:
         stub: Any = health_pb2_grpc.HealthStub(connection)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

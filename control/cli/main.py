@@ -10,6 +10,7 @@ import typer
 import twinpool
 from twinpool import logs
 from twinpool.control.cli import applied, config, core, describe, get, model, serve
+from twinpool.control.cli.access import App, reaching
 from twinpool.control.cli.cordon import cordon, uncordon
 from twinpool.control.cli.demo import demo
 from twinpool.control.cli.doctor import doctor
@@ -28,7 +29,7 @@ from twinpool.control.cli.top import top
 from twinpool.control.cli.trace import trace_command
 from twinpool.control.cli.up import down, up
 
-app = typer.Typer(
+app = App(
     help="Serve language models from a prefill pool and a decode pool.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -53,14 +54,14 @@ app.command()(rebalance)
 app.command()(top)
 app.command(name="trace")(trace_command)
 app.add_typer(model.app, name="model")
-config.app.command(name="apply")(applied.apply)
-config.app.command(name="live")(applied.live)
+config.app.command(name="apply")(reaching(applied.apply))
+config.app.command(name="live")(reaching(applied.live))
 app.add_typer(config.app, name="config")
 app.add_typer(core.app, name="core")
 app.command(name="replay")(replay_command)
 app.command(name="simulate")(simulate_command)
 app.command()(doctor)
-app.command()(health)
+app.command()(reaching(health, kube=False))
 app.command(name="key")(key_command)
 app.command(name="kernels")(kernels_command)
 

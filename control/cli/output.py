@@ -20,6 +20,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
+EXIT_DENIED = 4
 
 Row = Mapping[str, object]
 

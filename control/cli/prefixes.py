@@ -7,7 +7,13 @@ from typing import Annotated, TypeVar
 import typer
 
 from twinpool.control.cli.output import Format, FormatOption, emit_rows, err
-from twinpool.control.cli.target import ClusterOption, EndpointOption, api_key, router_endpoints, run_command
+from twinpool.control.cli.target import (
+    ClusterOption,
+    EndpointOption,
+    router_client,
+    router_endpoints,
+    run_command,
+)
 from twinpool.router_client import RouterClient
 from twinpool.v1 import router_pb2 as pb
 from twinpool.v1 import worker_pb2
@@ -78,7 +84,7 @@ def conditions(
 async def _each(endpoints: list[str], ask: Callable[[RouterClient], Awaitable[T]]) -> list[tuple[str, T]]:
     answers = []
     for endpoint in endpoints:
-        async with RouterClient(endpoint, key=api_key()) as client:
+        async with router_client(endpoint) as client:
             answers.append((endpoint, await ask(client)))
     return answers
 

@@ -12,7 +12,6 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from twinpool.client import Client
 from twinpool.control.cli.output import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -23,7 +22,7 @@ from twinpool.control.cli.output import (
     err,
     fail,
 )
-from twinpool.control.cli.target import ClusterOption, api_key, router_endpoint, run_command
+from twinpool.control.cli.target import ClusterOption, client, router_endpoint, run_command
 from twinpool.control.cli.trace_options import (
     Requests,
     Seed,
@@ -124,7 +123,7 @@ async def _run(
     tell: Tell,
 ) -> dict[str, object]:
     async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(each, key=api_key())) for each in endpoints]
+        clients = [await stack.enter_async_context(client(each)) for each in endpoints]
         served = _model(await clients[0].models(), model)
         replay = Replay(trace, clients, served, closed=closed, limits=limits, seed=seed, tell=tell)
         with contextlib.suppress(asyncio.CancelledError):

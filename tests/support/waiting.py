@@ -2,7 +2,11 @@
 """Waiting for what happens on the other side of a socket."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 POLL_SECONDS = 0.002
 ASK_SECONDS = 0.02
@@ -23,3 +27,13 @@ async def until_told(ask: Callable[[], Awaitable[object]], seconds: float = GIVE
     async with asyncio.timeout(seconds):
         while not await ask():  # noqa: ASYNC110 - it is another process's state
             await asyncio.sleep(ASK_SECONDS)
+
+
+def until_sync(found: Callable[[], T], seconds: float = GIVE_UP_SECONDS) -> T:
+    """What ``found`` returns once that is true, for tests without an event loop; raises TimeoutError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not there after {seconds} s")
+        time.sleep(ASK_SECONDS)
+    return value

@@ -2,6 +2,7 @@
 """Configuration of every process: flags over environment over YAML file over defaults."""
 
 from twinpool.config.audit import AuditConfig
+from twinpool.config.client import ClientSection, ClientTls
 from twinpool.config.further import pool_config, pool_keys, pool_names, served_name, served_pools
 from twinpool.config.load import ENV_FILE, ENV_PREFIX, env_name, load_config, to_env, to_yaml
 from twinpool.config.model import TwinpoolConfig, fields, sections
@@ -31,6 +32,8 @@ __all__ = [
     "ENV_FILE",
     "ENV_PREFIX",
     "AuditConfig",
+    "ClientSection",
+    "ClientTls",
     "ClusterConfig",
     "ConfigError",
     "ControlSection",

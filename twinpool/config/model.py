@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from twinpool.config.audit import AuditConfig
 from twinpool.config.base import Section
+from twinpool.config.client import ClientSection, client_rules
 from twinpool.config.further import further_rules
 from twinpool.config.pools import ControlSection, PoolsSection, broken_pool_rules
 from twinpool.config.rebalance import RebalanceSection, rebalance_rules
@@ -65,6 +66,7 @@ class TwinpoolConfig(BaseSettings):
     rebalance: RebalanceSection = Field(default_factory=RebalanceSection)
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     tls: TlsConfig = Field(default_factory=TlsConfig)
+    client: ClientSection = Field(default_factory=ClientSection)
     log: LogConfig = Field(default_factory=LogConfig)
     audit: AuditConfig = Field(default_factory=AuditConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
@@ -129,6 +131,8 @@ def broken_rules(config: TwinpoolConfig) -> Iterator[str]:
     yield from further_rules(config)
     yield from rebalance_rules(config.rebalance)
     yield from _file_rules(config)
+    if broken := client_rules(config.client):
+        yield broken
 
 
 def _file_rules(config: TwinpoolConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from twinpool.errors.operation import OPERATION
+from twinpool.errors.reach import REACH
 from twinpool.errors.spec import C, ErrorSpec
 
 
@@ -348,6 +349,7 @@ GROUPS: Final = {
     "Admission": _ADMISSION,
     "Serving": _SERVING,
     "Operation": OPERATION,
+    "Reaching a cluster": REACH,
 }
 """The table, in the order of docs/errors.md."""
 

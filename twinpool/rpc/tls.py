@@ -58,11 +58,14 @@ def read_pems(tls: TlsConfig) -> Pems:
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Client credentials, read now: a channel that is made anew takes renewed files."""
-    pems = read_pems(tls)
-    return grpc.ssl_channel_credentials(
-        root_certificates=pems.roots, private_key=pems.key, certificate_chain=pems.chain
-    )
+    """Client credentials, read now: a channel that is made anew takes renewed files. What is not given is not shown, and
+    without a CA gRPC's own list of public ones decides."""
+    key = chain = None
+    if tls.cert_file:
+        _check_pair(tls)
+        key, chain = _read(tls.key_file, "key_file"), _read(tls.cert_file, "cert_file")
+    roots = _read(tls.ca_file, "ca_file") if tls.ca_file else None
+    return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
