@@ -54,6 +54,8 @@ REASONS: Final[dict[str, str]] = {
     "WorkerCrashed": "a worker's process has ended by itself; the message holds what Ray and its log say",
     "WorkerCrashLooping": "a worker has ended several times of late and is started again after a while",
     "ReplicaPending": "Ray has no place for a worker; the message names the resource that is missing",
+    "RayAway": "Ray's tables could not be read for a while; the message says why and what is not seen meanwhile",
+    "RayRead": "Ray's tables can be read again",
     "ReplicaPlaced": "Ray has found a place for a worker that was pending",
 }
 """All reasons of this package, with what each means. docs/pools.md has the same table."""

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the record of a pool follow a worker that changes its role, so that nobody is started or drained in its stead.
 
-A flip writes the new numbers before it asks the worker (step ``write``), and the former ones if it fails.
+A flip writes one worker less of the former role and one more of the new one before it asks the worker (step ``write``), and takes
+that back if it fails. The record itself says which flips under way its numbers count: so each is counted once, whoever writes it
+and however often, and the reconciler counts a worker by its new role from that very moment on. Numbers that an operator asks for
+(``scaled``) are those of the end: flips that were under way by then change nothing of them any more.
 """
 
 import asyncio
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Final
 
 from twinpool.control.flips import RETRY_SECONDS, ROLES
@@ -29,38 +34,36 @@ class FlipCounts:
         )
 
     def _prepare(self, operation: pb.Operation) -> None:
-        """Says which numbers are wanted afterwards. Raises POOL_BOUNDS, or OPERATION_RUNNING while the pool is scaled."""
+        """Says which numbers will be wanted afterwards. Raises POOL_BOUNDS, or OPERATION_RUNNING while the pool is scaled."""
         if operation.pool != self._pool:
             return
-        counts = desired(self._specs.get(self._pool))
-        for running in self._operations.running():
-            if running.pool != self._pool or running.id == operation.parent:
-                continue
-            if running.kind == pb.OPERATION_KIND_SCALE:
+        for running in self._operations.running(pb.OPERATION_KIND_SCALE):
+            if running.pool == self._pool and running.id != operation.parent:
                 raise TwinpoolError("OPERATION_RUNNING", f"{running.id} of {self._pool} is under way")
-        for running in reversed(self._operations.running(pb.OPERATION_KIND_FLIP)):
-            if running.pool == self._pool and not _written(running):
-                _shift(counts, running)
-        _shift(counts, operation)
-        resized(self._specs.get(self._pool), counts["prefill"], counts["decode"])
-        operation.prefill, operation.decode = counts["prefill"], counts["decode"]
+        record = self._specs.get(self._pool)
+        for flip in (*self._running(), operation):
+            record = counted(record, flip, {})
+        operation.prefill, operation.decode = desired(record)["prefill"], desired(record)["decode"]
 
     async def _write(self, operation: pb.Operation) -> None:
         if operation.pool == self._pool:
-            await self._resize(operation, {"prefill": operation.prefill, "decode": operation.decode})
+            await self._change(operation, lambda record: counted(record, operation, self._names()))
 
     async def _undo(self, operation: pb.Operation) -> None:
-        wanted = {"prefill": operation.prefill, "decode": operation.decode}
-        # Whoever has written other numbers since wants those.
-        if operation.pool != self._pool or desired(self._specs.get(self._pool)) != wanted:
-            return
-        _shift(wanted, operation, back=True)
-        await self._resize(operation, wanted)
+        if operation.pool == self._pool:
+            await self._change(operation, lambda record: taken_back(record, operation, self._names()))
 
-    async def _resize(self, operation: pb.Operation, counts: dict[str, int]) -> None:
+    def _running(self) -> list[pb.Operation]:
+        flips = self._operations.running(pb.OPERATION_KIND_FLIP)
+        return [flip for flip in reversed(flips) if flip.pool == self._pool]
+
+    def _names(self) -> set[str]:
+        return {flip.id for flip in self._running()}
+
+    async def _change(self, operation: pb.Operation, change: Callable[[pb.PoolSpec], pb.PoolSpec]) -> None:
         while True:
             try:
-                await self._specs.resize(self._pool, counts["prefill"], counts["decode"])
+                await self._specs.change(self._pool, change)
                 return
             except TwinpoolError as error:
                 if error.reason != "STORE_UNAVAILABLE":
@@ -71,14 +74,55 @@ class FlipCounts:
                 await asyncio.sleep(RETRY_SECONDS)
 
 
-def _written(operation: pb.Operation) -> bool:
-    return any(step.name == _WRITTEN and step.HasField("done_at") for step in operation.steps)
+def counted(record: pb.PoolSpec, flip: pb.Operation, running: Collection[str]) -> pb.PoolSpec:
+    """The record with a flip counted as done; as it is if it counts it already, or is newer. ``running``: ids of flips under way,
+    others are forgotten; empty: it is not known. Raises POOL_BOUNDS."""
+    if flip.id in (*record.counted, *record.settled):
+        return record
+    return _changed(record, flip, running, (*record.counted, flip.id))
 
 
-def _shift(counts: dict[str, int], operation: pb.Operation, *, back: bool = False) -> None:
-    """One worker less in the role that it leaves, one more in the other."""
-    former, target = ROLES[operation.role], ROLES[operation.target_role]
+def taken_back(record: pb.PoolSpec, flip: pb.Operation, running: Collection[str]) -> pb.PoolSpec:
+    """The record without what a flip has changed; as it is if that was nothing. Raises POOL_BOUNDS."""
+    if flip.id not in record.counted:
+        return record
+    return _changed(record, flip, running, [name for name in record.counted if name != flip.id], back=True)
+
+
+def scaled(record: pb.PoolSpec, prefill: int, decode: int, flips: Iterable[pb.Operation]) -> pb.PoolSpec:
+    """The record with numbers that an operator asks for, while ``flips`` are under way. Raises POOL_BOUNDS."""
+    spec = resized(record, prefill, decode)
+    del spec.counted[:], spec.settled[:]
+    spec.settled.extend(sorted(flip.id for flip in flips))
+    return _next(spec, record)
+
+
+def _changed(
+    record: pb.PoolSpec,
+    flip: pb.Operation,
+    running: Collection[str],
+    names: Iterable[str],
+    *,
+    back: bool = False,
+) -> pb.PoolSpec:
+    former, target = ROLES[flip.role], ROLES[flip.target_role]
     if back:
         former, target = target, former
-    counts[former] -= 1
-    counts[target] += 1
+    numbers = desired(record)
+    numbers[former] -= 1
+    numbers[target] += 1
+    spec = resized(record, numbers["prefill"], numbers["decode"])
+    kept = partial(filter, lambda name: not running or name in running or name == flip.id)
+    own, others = list(kept(names)), list(kept(record.settled))
+    del spec.counted[:], spec.settled[:]
+    spec.counted.extend(own)
+    spec.settled.extend(others)
+    return _next(spec, record)
+
+
+def _next(spec: pb.PoolSpec, record: pb.PoolSpec) -> pb.PoolSpec:
+    """With the next generation if anything has changed."""
+    spec.generation = record.generation
+    if spec != record:
+        spec.generation += 1
+    return spec

@@ -11,10 +11,12 @@ stays, and so does the wish. A later scale takes the place of one that is under 
 import asyncio
 import secrets
 import time
+from functools import partial
 from typing import Final
 
 from twinpool.config import TwinpoolConfig
 from twinpool.control.events import EventLog
+from twinpool.control.flip_counts import scaled
 from twinpool.control.flips import RETRY_SECONDS
 from twinpool.control.leaves import LEAVE_SECONDS
 from twinpool.control.operations import Operations
@@ -116,7 +118,7 @@ class Scaling:
         while True:
             try:
                 before = self._specs.get(operation.pool).generation
-                spec = await self._specs.resize(operation.pool, operation.prefill, operation.decode)
+                spec = await self._specs.change(operation.pool, partial(self._scaled, operation))
                 # Who wants so many workers wants them to work: places that were kept empty are filled.
                 await self._operations.release(operation.pool, operation.id)
                 break
@@ -124,6 +126,7 @@ class Scaling:
                 if error.reason != "STORE_UNAVAILABLE" or _late(operation):
                     raise
                 log.warning("scale_waits", operation=operation.id, reason=error.reason)
+                operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
                 await asyncio.sleep(RETRY_SECONDS)
         if spec.generation != before:
             text = f"{operation.prefill} prefill and {operation.decode} decode workers are wanted"
@@ -134,6 +137,12 @@ class Scaling:
                 operation=operation.id,
             )
 
+    def _scaled(self, operation: pb.Operation, record: pb.PoolSpec) -> pb.PoolSpec:
+        flips = self._operations.running(pb.OPERATION_KIND_FLIP)
+        return scaled(
+            record, operation.prefill, operation.decode, [op for op in flips if op.pool == record.pool]
+        )
+
     async def _converge(self, operation: pb.Operation) -> None:
         turns, wanted = self._reconciler.turns, {"prefill": operation.prefill, "decode": operation.decode}
         while self._reconciler.turns == turns or not self._reconciler.settled(wanted):
@@ -141,8 +150,10 @@ class Scaling:
             looked = self._reconciler.turns != turns
             if looked and (error := self._reconciler.hindrance()) is not None:
                 raise error
+            state = self._state(operation)
             if _late(operation):
-                raise TwinpoolError("DEADLINE_EXCEEDED", self._state(operation))
+                raise TwinpoolError("DEADLINE_EXCEEDED", state)
+            operation.steps[-1].detail = state
             await asyncio.sleep(CHECK_SECONDS)
 
     def _state(self, operation: pb.Operation) -> str:

@@ -124,7 +124,7 @@ class PoolSpecs:
         """Writes other numbers of workers. The same again changes nothing, so a step that was interrupted may do it again.
 
         Raises POOL_NOT_FOUND, POOL_BOUNDS, STORE_UNAVAILABLE."""
-        return await self._change(pool, lambda record: resized(record, prefill, decode))
+        return await self.change(pool, lambda record: resized(record, prefill, decode))
 
     async def set_auto(self, pool: str, auto: bool) -> pb.PoolSpec:
         """Writes whether the split between the roles is changed without being asked for. Raises as ``resize``."""
@@ -137,9 +137,13 @@ class PoolSpecs:
                 spec.generation += 1
             return spec
 
-        return await self._change(pool, change)
+        return await self.change(pool, change)
 
-    async def _change(self, pool: str, change: Callable[[pb.PoolSpec], pb.PoolSpec]) -> pb.PoolSpec:
+    async def change(self, pool: str, change: Callable[[pb.PoolSpec], pb.PoolSpec]) -> pb.PoolSpec:
+        """Writes what ``change`` makes of the record, which it must not touch; unless it is the same. ``change`` is called again if
+        somebody else has written meanwhile.
+
+        Raises POOL_NOT_FOUND, STORE_UNAVAILABLE, and what ``change`` raises."""
         for _ in range(TRIES):
             item = await asyncio.to_thread(self._store.get, self._keys.pool(pool))
             record = None if item is None else _parsed(item.value, pool)
