@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from twinpool.logs import get_logger
+
 T = TypeVar("T")
 
 LOOK_SECONDS: Final = 5.0
@@ -25,6 +27,9 @@ LOG_LINE_CHARS: Final = 240
 
 LOG_TAIL_BYTES: Final = 16 << 10
 """So much of the log's end is read for them."""
+
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +156,22 @@ class Looker:
 
     def __init__(self) -> None:
         self._busy = False
+        self._troubles: dict[str, str] = {}
 
-    async def ask(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; None: Ray does not answer now, or ``call`` raised."""
+    @property
+    def trouble(self) -> str:
+        """What cannot be read now and why, for people; empty: all of it could, when it was asked for last."""
+        return "; ".join(f"{what}: {why}" for what, why in sorted(self._troubles.items()))
+
+    async def ask(self, what: str, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None: Ray does not answer now, or ``call`` raised. ``trouble`` then says why, and so does the log.
+        ``what``: its name there."""
         if self._busy:
             return None
         self._busy = True
         result: Future[T] = Future()
+        # It cannot be cancelled any more: who waits may give up, and the call still has an end.
+        result.set_running_or_notify_cancel()
 
         def work() -> None:
             try:
@@ -170,8 +184,22 @@ class Looker:
         # No pool: its threads are waited for at the end of the process, and this one may never return.
         threading.Thread(target=work, name="ray-look", daemon=True).start()
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(result), LOOK_SECONDS)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
+            found = await asyncio.wait_for(asyncio.wrap_future(result), LOOK_SECONDS)
+        except TimeoutError:
+            self._note(what, f"no answer in {LOOK_SECONDS:g} s")
             return None
+        except Exception as error:
+            # Of any kind: these tables are Ray's own matter, and may be others in its next version.
+            self._note(what, f"{type(error).__name__}: {str(error)[:LOG_LINE_CHARS]}")
+            return None
+        self._note(what, "")
+        return found
+
+    def _note(self, what: str, why: str) -> None:
+        before = self._troubles.pop(what, "")
+        if why:
+            self._troubles[what] = why
+        if why and why != before:
+            log.warning("ray_not_read", what=what, detail=why)
+        elif before and not why:
+            log.info("ray_read_again", what=what)

@@ -29,6 +29,9 @@ INSPECT_SECONDS: Final = 2.0
 EVENTS_SHOWN: Final = 20
 """Last events in the description of a worker."""
 
+OPERATIONS_SHOWN: Final = 20
+"""Last operations there."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolDesk:
@@ -79,7 +82,7 @@ class PoolDesk:
         """All that is known of a worker. Raises WORKER_NOT_FOUND."""
         record = self._record(worker)
         found = pb.DescribeWorkerResponse(
-            operations=[op for op in self.operations.all() if op.worker.name == worker],
+            operations=[op for op in self.operations.all() if op.worker.name == worker][:OPERATIONS_SHOWN],
             events=self.log.all(Filter(subject=worker))[-EVENTS_SHOWN:],
             log=self.pools.log_lines(worker),
         )

@@ -57,6 +57,8 @@ REASONS: Final[dict[str, str]] = {
     "ConfigApplied": "keys of the configuration of running processes were changed",
     "ConfigRefused": "a process cannot run what was applied and keeps what it had, as a whole; the message says why",
     "ReplicaPending": "Ray has no place for a worker; the message names the resource that is missing",
+    "RayAway": "Ray's tables could not be read for a while; the message says why and what is not seen meanwhile",
+    "RayRead": "Ray's tables can be read again",
     "ReplicaPlaced": "Ray has found a place for a worker that was pending",
 }
 """All reasons of this package, with what each means. docs/pools.md has the same table."""

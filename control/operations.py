@@ -26,8 +26,8 @@ from twinpool.store import Keys, Store
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import worker_pb2
 
-KEPT: Final = 64
-"""Ended operations that are kept, beside those that say that a worker was drained for good."""
+KEPT: Final = 256
+"""Ended operations of a cluster that are kept, the newest; beside those that say that a worker was drained for good."""
 
 log = get_logger(__name__)
 
@@ -123,11 +123,16 @@ class Operations:
 
     async def submit(self, operation: pb.Operation) -> pb.Operation:
         """Records an operation that was made elsewhere and begins it. Raises STORE_UNAVAILABLE."""
-        await self._put(operation)
+        # Known at once, so that nobody begins what it excludes while it is recorded.
         self._known[operation.id] = operation
+        try:
+            await self._put(operation)
+        except BaseException:
+            self._known.pop(operation.id, None)
+            raise
         self._spawn(operation)
         self._tell(operation, "begun")
-        await self._tidy(operation.worker.name)
+        await self._tidy()
         return operation
 
     async def supersede(self, operation: pb.Operation, by: str) -> None:
@@ -137,21 +142,20 @@ class Operations:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if operation.state == pb.OPERATION_STATE_RUNNING:
-            operation.state = pb.OPERATION_STATE_FAILED
             operation.error = f"OPERATION_SUPERSEDED: {by} has taken its place"
+            _end(operation, pb.OPERATION_STATE_FAILED)
             self._tell(operation, "failed")
             await self._record(operation)
 
     async def release(self, pool: str, by: str) -> None:
-        """Forgets that workers of a pool were drained for good; those that are being drained make their place free. Raises
-        STORE_UNAVAILABLE."""
-        retired = self.retired
-        held = [op for op in self.all() if op.pool == pool and op.worker.name in retired]
-        for operation in held:
-            if operation.state == pb.OPERATION_STATE_RUNNING and not operation.parent:
-                operation.parent = by
+        """Workers of a pool that were drained for good, or are being drained, make their places free. Raises STORE_UNAVAILABLE."""
+        for operation in [op for op in self._retiring() if op.pool == pool]:
+            operation.released = by
+            try:
                 await self._put(operation)
-        await self._forget(op for op in held if op.state != pb.OPERATION_STATE_RUNNING)
+            except TwinpoolError:
+                operation.released = ""
+                raise
 
     def running(self, kind: "pb.OperationKind.ValueType | None" = None) -> list[pb.Operation]:
         """Those under way, of one kind if given; the newest first."""
@@ -201,14 +205,20 @@ class Operations:
     @property
     def retired(self) -> frozenset[str]:
         """Workers that an operator drained for good, or is draining: nobody is to start them."""
-        newest = {op.worker.name: op for op in reversed(self.all()) if op.HasField("worker")}
-        return frozenset(
-            name
-            for name, op in newest.items()
-            if op.kind == pb.OPERATION_KIND_DRAIN and op.state != pb.OPERATION_STATE_FAILED and not op.parent
-        )
+        return frozenset(op.worker.name for op in self._retiring())
 
     # --- inside
+
+    def _retiring(self) -> list[pb.Operation]:
+        """The drains that keep a worker's place empty: each the last word about its worker."""
+        newest = {op.worker.name: op for op in reversed(self.all()) if op.HasField("worker")}
+        return [
+            op
+            for op in newest.values()
+            if op.kind == pb.OPERATION_KIND_DRAIN
+            and op.state != pb.OPERATION_STATE_FAILED
+            and not (op.parent or op.released)
+        ]
 
     def _of(self, worker: str) -> list[pb.Operation]:
         return [op for op in self.all() if op.HasField("worker") and op.worker.name == worker]
@@ -264,13 +274,14 @@ class Operations:
                 step.detail = ""
                 step.done_at.GetCurrentTime()
                 log.info("operation_step", operation=operation.id, step=name)
-            operation.state = pb.OPERATION_STATE_SUCCEEDED
+            _end(operation, pb.OPERATION_STATE_SUCCEEDED)
         except Exception as error:
             known = as_twinpool_error(error)
-            operation.state = pb.OPERATION_STATE_FAILED
             operation.error = f"{known.reason}: {known.message}"
             log.warning("operation_failed", operation=operation.id, error=operation.error)
+            # Under way until then: what it has changed is nobody else's to mend.
             await self._take_back(operation)
+            _end(operation, pb.OPERATION_STATE_FAILED)
         self._tell(operation, "succeeded" if operation.state == pb.OPERATION_STATE_SUCCEEDED else "failed")
         await self._record(operation)
         self._tasks.pop(operation.id, None)
@@ -304,18 +315,22 @@ class Operations:
                     operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _tidy(self, worker: str) -> None:
-        """Forgets what is superseded, and the oldest of what has ended."""
-        superseded = self._of(worker)[1:]
-        ended = [op for op in self.all() if op.state != pb.OPERATION_STATE_RUNNING]
-        old = [op for op in ended if op.worker.name not in self.retired][KEPT:]
+    async def _tidy(self) -> None:
+        """Forgets the oldest of what has ended, but for what is needed yet."""
+        needed = {op.id for op in (*self.running(), *self._retiring())}
+        ended = [op for op in self.all() if not needed & {op.id, op.parent}]
         with contextlib.suppress(TwinpoolError):
-            await self._forget(op for op in (*superseded, *old) if op.id not in self._tasks)
+            await self._forget(op for op in ended[KEPT:] if op.id not in self._tasks)
 
     async def _forget(self, operations: Iterable[pb.Operation]) -> None:
         for name in {operation.id for operation in operations}:
             await asyncio.to_thread(self._store.delete, self._keys.operation(name))
             self._known.pop(name, None)
+
+
+def _end(operation: pb.Operation, state: "pb.OperationState.ValueType") -> None:
+    operation.ended_at.GetCurrentTime()
+    operation.state = state
 
 
 def _step_of(operation: pb.Operation) -> str:

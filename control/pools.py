@@ -158,8 +158,13 @@ class RayPools:
     async def look(self, names: Iterable[str]) -> dict[str, Look]:
         """What Ray's table says of workers; those that it does not answer for now are left out."""
         ids = {name: self._actors[name]._actor_id.hex() for name in names if name in self._actors}
-        found = await self._looker.ask(lambda: {name: look_at(each) for name, each in ids.items()})
+        found = await self._looker.ask("actors", lambda: {name: look_at(each) for name, each in ids.items()})
         return {name: each for name, each in (found or {}).items() if each is not None}
+
+    @property
+    def unseen(self) -> str:
+        """Which of Ray's tables could not be read last and why, for people; "": all were."""
+        return self._looker.trouble
 
     async def lacking(self, role: str) -> tuple[int, str]:
         """How many workers that need as much as those of a role wait for a place, and why, for people; (0, ""): none, or Ray does
@@ -171,7 +176,7 @@ class RayPools:
             cause = missing(needs, nodes()) if count else ""
             return (count, cause) if cause else (0, "")
 
-        return await self._looker.ask(ask) or (0, "")
+        return await self._looker.ask("demands", ask) or (0, "")
 
     def started(self, name: str) -> bool:
         """Whether a worker has said that it was ready."""

@@ -12,10 +12,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from twinpool.config import TwinpoolConfig
 from twinpool.control.events import EventLog
+from twinpool.control.flip_counts import scaled
 from twinpool.control.flips import RETRY_SECONDS
 from twinpool.control.leaves import LEAVE_SECONDS
 from twinpool.control.operations import Operations
@@ -117,7 +119,7 @@ class Scaling:
         while True:
             try:
                 before = self._specs.get(operation.pool).generation
-                spec = await self._specs.resize(operation.pool, operation.prefill, operation.decode)
+                spec = await self._specs.change(operation.pool, partial(self._scaled, operation))
                 # Who wants so many workers wants them to work: places that were kept empty are filled.
                 await self._operations.release(operation.pool, operation.id)
                 break
@@ -125,6 +127,7 @@ class Scaling:
                 if error.reason != "STORE_UNAVAILABLE" or _late(operation):
                     raise
                 log.warning("scale_waits", operation=operation.id, reason=error.reason)
+                operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
                 await asyncio.sleep(RETRY_SECONDS)
         if spec.generation != before:
             text = f"{operation.prefill} prefill and {operation.decode} decode workers are wanted"
@@ -135,6 +138,11 @@ class Scaling:
                 operation=operation.id,
             )
 
+    def _scaled(self, operation: pb.Operation, record: pb.PoolSpec) -> pb.PoolSpec:
+        flips = self._operations.running(pb.OPERATION_KIND_FLIP)
+        flips = [flip for flip in flips if flip.pool == record.pool]
+        return scaled(record, operation.prefill, operation.decode, flips, self._specs.key(record.pool))
+
     async def _converge(self, operation: pb.Operation) -> None:
         reconciler = self._reconciler(operation.pool)
         turns, wanted = reconciler.turns, {"prefill": operation.prefill, "decode": operation.decode}
@@ -143,8 +151,10 @@ class Scaling:
             looked = reconciler.turns != turns
             if looked and (error := reconciler.hindrance()) is not None:
                 raise error
+            state = self._state(operation)
             if _late(operation):
-                raise TwinpoolError("DEADLINE_EXCEEDED", self._state(operation))
+                raise TwinpoolError("DEADLINE_EXCEEDED", state)
+            operation.steps[-1].detail = state
             await asyncio.sleep(CHECK_SECONDS)
 
     def _reconciler(self, pool: str) -> Reconciler:

@@ -99,8 +99,7 @@ def row_of(operation: pb.Operation) -> dict[str, object]:
     began, steps = operation.created_at.ToNanoseconds(), operation.steps
     scales = operation.kind == pb.OPERATION_KIND_SCALE
     running = operation.state == pb.OPERATION_STATE_RUNNING
-    done = steps[-1].done_at.ToNanoseconds() if steps and steps[-1].HasField("done_at") else 0
-    ended = time.time_ns() if running or not done else done
+    ended = time.time_ns() if running else max(began, operation.ended_at.ToNanoseconds())
     return {
         "id": operation.id,
         "kind": pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower(),

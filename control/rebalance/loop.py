@@ -136,6 +136,9 @@ class RebalanceLoop:
             elif decision.reason == "Balanced":
                 watched.told = ("", "")
             return
+        if self._operated(pool):
+            # What an operator has asked for comes first, and is looked at when it is done.
+            return
         if self.settings.dry_run:
             self._tell(watched, pool, decision, "RebalanceDryRun")
             return
@@ -149,8 +152,10 @@ class RebalanceLoop:
             message = f"{decision.message}; refused: {error.reason}: {error.message}"
             self._events.record("RebalanceRefused", message, pool=pool, subject=decision.worker, warning=True)
             return
-        if decision.to is not None:
-            watched.history = watched.history.began(decision.worker, decision.to, now)
+        begun = move_of(self._mover.get(operation))
+        if begun is not None:
+            # As its record has it, so that it is found there again.
+            watched.history = replace(watched.history, moves=(*watched.history.moves, begun))
         else:
             watched.history = watched.history.scaled(now)
         watched.told = ("", "")
@@ -180,36 +185,39 @@ class RebalanceLoop:
 
     def _synced(self, pool: str, history: History, now: float) -> History:
         """The history with what the operations' records say."""
-        moves = {(move.worker, round(move.began)): move for move in history.moves}
+        moves = {(move.worker, move.began): move for move in history.moves}
         for operation in self._mover.all():
             if operation.pool != pool or operation.kind != pb.OPERATION_KIND_FLIP:
                 continue
             found = move_of(operation)
             if found is None:
                 continue
-            # The loop's own note of it bears the time at which it was asked for.
-            near = [
-                key
-                for key, move in moves.items()
-                if move.worker == found.worker
-                and abs(move.began - found.began) <= self.settings.interval_seconds
-            ]
-            for key in near:
-                del moves[key]
-            moves[found.worker, round(found.began)] = found
+            moves[found.worker, found.began] = found
         ordered = sorted(moves.values(), key=lambda move: (move.began, move.worker))
-        return replace(history, moves=tuple(self._closed(move, now) for move in ordered[-KEPT:]))
+        known = {move.worker for move in ordered if move.ended is None} & self._flipping()
+        # One whose operation is not known any more has ended: only ended ones are forgotten.
+        closed = [
+            move if move.ended is not None or move.worker in known else replace(move, ended=now)
+            for move in ordered[-KEPT:]
+        ]
+        return replace(history, moves=tuple(closed), scaled_at=self._scaled_at(pool, history))
 
-    def _closed(self, move: Move, now: float) -> Move:
-        """One whose operation is not known any more has ended: only ended ones are forgotten."""
-        if move.ended is not None:
-            return move
-        known = {
+    def _scaled_at(self, pool: str, history: History) -> float:
+        scales = [op for op in self._mover.all() if op.pool == pool and op.kind == pb.OPERATION_KIND_SCALE]
+        return max([history.scaled_at, *(op.created_at.ToNanoseconds() / 1e9 for op in scales)])
+
+    def _operated(self, pool: str) -> bool:
+        return any(
+            op.pool == pool and op.state == pb.OPERATION_STATE_RUNNING and not op.HasField("worker")
+            for op in self._mover.all()
+        )
+
+    def _flipping(self) -> set[str]:
+        return {
             operation.worker.name
             for operation in self._mover.all()
             if operation.kind == pb.OPERATION_KIND_FLIP and operation.state == pb.OPERATION_STATE_RUNNING
         }
-        return move if move.worker in known else replace(move, ended=now)
 
 
 def move_of(operation: pb.Operation) -> Move | None:
@@ -220,6 +228,5 @@ def move_of(operation: pb.Operation) -> Move | None:
     began = operation.created_at.ToNanoseconds() / 1e9
     if operation.state == pb.OPERATION_STATE_RUNNING:
         return Move(operation.worker.name, to, began)
-    steps = [step for step in operation.steps if step.HasField("done_at")]
-    ended = steps[-1].done_at.ToNanoseconds() / 1e9 if steps else began
+    ended = max(began, operation.ended_at.ToNanoseconds() / 1e9)
     return Move(operation.worker.name, to, began, ended, operation.state == pb.OPERATION_STATE_SUCCEEDED)

@@ -129,7 +129,9 @@ class Reconciler:
             if name not in shown:
                 shown[name] = _external(record)
         replicas = [shown[name] for name in sorted(shown)]
-        return pb.PoolStatus(spec=spec, replicas=replicas, managed=self._pools.managed, waiting=self._waiting)
+        managed = self._pools.managed
+        waiting = self._waiting or (self._watchman.blind if managed else "")
+        return pb.PoolStatus(spec=spec, replicas=replicas, managed=managed, waiting=waiting)
 
     def settled(self, wanted: dict[str, int] | None = None) -> bool:
         """Whether as many workers as are wanted (None: by the record) take work, and none is on its way out."""
@@ -249,7 +251,7 @@ class Reconciler:
     def _plan(self, looks: dict[str, Look], loads: dict[str, int] | None = None) -> list[Change]:
         """What is to be done, by what is wanted, registered and under way at this moment: nothing here waits."""
         records = {record.worker.name: record for record in self._view.workers(self._pool)}
-        operations = self._operations
+        operations, spec = self._operations, self._specs.get(self._pool)
         sight = Sight(
             self._pool,
             time.monotonic(),
@@ -259,9 +261,10 @@ class Reconciler:
             looks,
             loads or {},
             self._members.seen,
+            frozenset((*spec.counted, *spec.settled)),
         )
         self._replicas = replicas_of(sight, self._pools, self._crashes)
-        return plan(self._pool, desired(self._specs.get(self._pool)), self._replicas)
+        return plan(self._pool, desired(spec), self._replicas)
 
     async def _loads(self, records: dict[str, pb.WorkerRecord]) -> dict[str, int]:
         async def ask(record: pb.WorkerRecord) -> int:

@@ -60,6 +60,8 @@ class Sight:
     loads: dict[str, int] = field(default_factory=dict)
     # Workers that were registered once and still run: silence says nothing about them.
     seen: set[str] = field(default_factory=set)
+    # Flips that the wanted numbers count as done.
+    counted: frozenset[str] = frozenset()
 
 
 def replicas_of(sight: Sight, actors: Actors, crashes: CrashBook) -> list[Replica]:
@@ -83,7 +85,7 @@ def _replica(
     look = sight.looks.get(name)
     if operation is not None and operation.kind == pb.OPERATION_KIND_DRAIN:
         # What an operator drains keeps its place empty from the start.
-        stage = Stage.LEAVING if operation.parent else Stage.HELD
+        stage = Stage.LEAVING if operation.parent or operation.released else Stage.HELD
     elif name in sight.retired and not run:
         stage = Stage.HELD
     elif record is not None:
@@ -111,8 +113,9 @@ def _replica(
 
 
 def _role(name: str, sight: Sight, actors: Actors, crashes: CrashBook, operation: pb.Operation | None) -> str:
-    # Of a worker that changes its role, the one that it will have.
-    target = 0 if operation is None else int(getattr(operation, "target_role", 0))
+    # Of a worker that changes its role, the one that it will have, from the moment on in which the pool's record wants that.
+    counted = operation is not None and operation.id in sight.counted
+    target = operation.target_role if operation is not None and counted else 0
     record = sight.records.get(name)
     for value in (target, 0 if record is None else record.role, 0 if operation is None else operation.role):
         if value in ROLE_NAMES:

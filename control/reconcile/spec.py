@@ -96,7 +96,7 @@ class PoolSpecs:
 
     def resized(self, pool: str, prefill: int, decode: int) -> pb.PoolSpec:
         """The record of a pool with other numbers, not written yet. Raises POOL_NOT_FOUND, POOL_BOUNDS."""
-        return resized(self.get(pool), prefill, decode, self._key(pool))
+        return resized(self.get(pool), prefill, decode, self.key(pool))
 
     async def load(self) -> list[str]:
         """Reads the records of the configured pools and takes what is new in the configuration into them. Those that were changed.
@@ -133,8 +133,8 @@ class PoolSpecs:
         """Writes other numbers of workers. The same again changes nothing, so a step that was interrupted may do it again.
 
         Raises POOL_NOT_FOUND, POOL_BOUNDS, STORE_UNAVAILABLE."""
-        key = self._key(pool)
-        return await self._change(pool, lambda record: resized(record, prefill, decode, key))
+        key = self.key(pool)
+        return await self.change(pool, lambda record: resized(record, prefill, decode, key))
 
     async def set_auto(self, pool: str, auto: bool) -> pb.PoolSpec:
         """Writes whether the split between the roles is changed without being asked for. Raises as ``resize``."""
@@ -147,12 +147,17 @@ class PoolSpecs:
                 spec.generation += 1
             return spec
 
-        return await self._change(pool, change)
+        return await self.change(pool, change)
 
-    def _key(self, pool: str) -> str:
+    def key(self, pool: str) -> str:
+        """Where a pool is configured."""
         return "pools" if pool == self._config.worker.pool else f"pools.further.{pool}"
 
-    async def _change(self, pool: str, change: Callable[[pb.PoolSpec], pb.PoolSpec]) -> pb.PoolSpec:
+    async def change(self, pool: str, change: Callable[[pb.PoolSpec], pb.PoolSpec]) -> pb.PoolSpec:
+        """Writes what ``change`` makes of the record, which it must not touch; unless it is the same. ``change`` is called again if
+        somebody else has written meanwhile.
+
+        Raises POOL_NOT_FOUND, STORE_UNAVAILABLE, and what ``change`` raises."""
         for _ in range(TRIES):
             item = await asyncio.to_thread(self._store.get, self._keys.pool(pool))
             record = None if item is None else _parsed(item.value, pool)

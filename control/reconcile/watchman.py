@@ -25,6 +25,9 @@ REST_SECONDS: Final = 5.0
 PLACE_SECONDS: Final = 2.0
 """Ray may take so long to place a worker before that is worth a word."""
 
+BLIND_SECONDS: Final = 10.0
+"""So long Ray's tables may be silent before that is worth a word."""
+
 SILENT_SECONDS: Final = 30.0
 """So long a worker that runs may be without a registration until it is asked whether it lives."""
 
@@ -46,6 +49,8 @@ class Watchman:
         self._pending: dict[str, tuple[str, float]] = {}
         self._suspected: dict[str, float] = {}
         self._failures: dict[str, TwinpoolError] = {}
+        # Since when Ray's tables cannot be read, and whether that was told.
+        self._blind: tuple[float, bool] | None = None
 
     async def look(
         self, records: Mapping[str, pb.WorkerRecord], busy: Collection[str], now: float
@@ -61,6 +66,7 @@ class Watchman:
             return self._looks
         self._looked_at = now
         self._looks = await self._pools.look(self._pools.names)
+        self._tell_blind(now)
         for name, look in self._looks.items():
             role = self._pools.role_of(name)
             new = self._crashes.restarted(name, role, look.restarts)
@@ -107,6 +113,27 @@ class Watchman:
         lines = self._pools.log_lines(name)
         said = cause or "its process has ended"
         return f"{said} | log: {' | '.join(lines)}" if lines else said
+
+    def _tell_blind(self, now: float) -> None:
+        """Without Ray's tables nobody sees who has no place and who was started anew. Said once it lasts, and once it is over."""
+        why = self._pools.unseen
+        since, told = self._blind or (now, False)
+        if not why:
+            self._blind = None
+            if told:
+                text = f"Ray's tables can be read again after {now - since:.0f} s"
+                self._events.record("RayRead", text, pool=self._pool)
+            return
+        if not told and now - since >= BLIND_SECONDS:
+            text = "who has no place and who has ended is not seen meanwhile, and what runs goes on"
+            self._events.record("RayAway", f"{why}; {text}", pool=self._pool, warning=True)
+            told = True
+        self._blind = (since, told)
+
+    @property
+    def blind(self) -> str:
+        """Why Ray's tables cannot be read, once that has lasted; "": they can."""
+        return f"Ray: {self._pools.unseen}" if self._blind is not None and self._blind[1] else ""
 
     def _say(self, reason: str, name: str, text: str) -> None:
         self._events.record(reason, text, pool=self._pool, subject=name, warning=True)

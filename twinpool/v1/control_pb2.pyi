@@ -235,6 +235,8 @@ class Operation(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    ENDED_AT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its name."""
     kind: Global___OperationKind.ValueType
@@ -259,6 +261,8 @@ class Operation(_message.Message):
     """The same of decode workers."""
     epoch: _builtins.int
     """Of a flip: the worker's epoch when it began."""
+    released: _builtins.str
+    """Of a drain for good: the operation that wants the worker's place filled again; empty: it stays free."""
     @_builtins.property
     def worker(self) -> _worker_pb2.WorkerId:
         """The worker that leaves or changes its role; unset: it is about the pool."""
@@ -283,6 +287,10 @@ class Operation(_message.Message):
     def plan(self) -> Global___RebalancePlan:
         """Of a rebalance: what it does."""
 
+    @_builtins.property
+    def ended_at(self) -> _timestamp_pb2.Timestamp:
+        """When it ended; unset: it is under way."""
+
     def __init__(
         self,
         *,
@@ -304,10 +312,12 @@ class Operation(_message.Message):
         decode: _builtins.int = ...,
         epoch: _builtins.int = ...,
         plan: Global___RebalancePlan | None = ...,
+        released: _builtins.str = ...,
+        ended_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "plan", b"plan", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at", "plan", b"plan", "successor", b"successor", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "decode", b"decode", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "plan", b"plan", "pool", b"pool", "prefill", b"prefill", "reason", b"reason", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "decode", b"decode", "ended_at", b"ended_at", "epoch", b"epoch", "error", b"error", "id", b"id", "kind", b"kind", "parent", b"parent", "plan", b"plan", "pool", b"pool", "prefill", b"prefill", "reason", b"reason", "released", b"released", "role", b"role", "state", b"state", "steps", b"steps", "successor", b"successor", "target_role", b"target_role", "timeout", b"timeout", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -824,6 +834,8 @@ class PoolSpec(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     AUTO_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Its name."""
     auto: _builtins.bool
@@ -838,6 +850,14 @@ class PoolSpec(_message.Message):
     def decode(self) -> Global___RoleSpec:
         """Its decode workers."""
 
+    @_builtins.property
+    def counted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Flips under way that the numbers count as done; what one of them has changed is taken back if it fails."""
+
+    @_builtins.property
+    def settled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Flips under way that are older than the numbers: whatever becomes of them changes nothing here."""
+
     def __init__(
         self,
         *,
@@ -846,10 +866,12 @@ class PoolSpec(_message.Message):
         decode: Global___RoleSpec | None = ...,
         auto: _builtins.bool = ...,
         generation: _builtins.int = ...,
+        counted: _abc.Iterable[_builtins.str] | None = ...,
+        settled: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "decode", b"decode", "generation", b"generation", "pool", b"pool", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "counted", b"counted", "decode", b"decode", "generation", b"generation", "pool", b"pool", "prefill", b"prefill", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

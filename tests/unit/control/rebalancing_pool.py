@@ -110,6 +110,7 @@ class Pool:
         """The operation ends."""
         step = operation.steps.add(name="commit")
         step.done_at.FromNanoseconds(int(self.now * 1e9))
+        operation.ended_at.CopyFrom(step.done_at)
         operation.state = pb.OPERATION_STATE_FAILED if error else pb.OPERATION_STATE_SUCCEEDED
         operation.error = error
         if operation.kind == pb.OPERATION_KIND_FLIP and not error:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from twinpool.config import TwinpoolConfig
-from twinpool.control.flip_counts import FlipCounts
+from twinpool.control.flip_counts import FlipCounts, scaled
 from twinpool.control.operations import Operations
 from twinpool.control.reconcile.spec import PoolSpecs, desired
 from twinpool.errors import TwinpoolError
@@ -103,10 +103,40 @@ async def test_two_at_once_add_up(server: StoreServer) -> None:
         await made.write(one)
         await made.write(two)
         assert desired(specs.get("default")) == {"prefill": 4, "decode": 1}
-        # The first one fails: the numbers are those of somebody else by now, and stay.
+        # The first one fails: its part is taken back, and the other one's stays.
         assert made.undo is not None
         await made.undo(one)
-        assert desired(specs.get("default")) == {"prefill": 4, "decode": 1}
+        await made.undo(one)
+        assert desired(specs.get("default")) == {"prefill": 3, "decode": 2}
+        assert list(specs.get("default").counted) == [two.id]
+
+
+async def test_one_that_waits_for_etcd_does_not_write_over_a_later_scale(server: StoreServer) -> None:
+    """Whether the flip has written before the scale, or comes to it only afterwards: the operator's numbers are those of the end."""
+    async with world(server, "counts-scaled", decode_workers=3) as (made, specs):
+        early, late = made.flip("default-decode-0", D, P), made.flip("default-decode-1", D, P)
+        await made.write(early)
+        await specs.change("default", lambda record: scaled(record, 2, 5, made.under_way))
+        record = specs.get("default")
+        assert (desired(record), list(record.counted)) == ({"prefill": 2, "decode": 5}, [])
+        assert list(record.settled) == [early.id, late.id]
+        await made.write(late)
+        await made.write(early)
+        assert made.undo is not None
+        await made.undo(early)
+        await made.undo(late)
+        assert specs.get("default") == record
+        # By the next control process, too.
+        await specs.refresh("default")
+        await made.first["write"](late)
+        assert specs.get("default") == record
+        # Ended ones are forgotten with the next change.
+        del made.under_way[:]
+        await made.write(made.flip("default-decode-2", D, P))
+        assert (desired(specs.get("default")), list(specs.get("default").settled)) == (
+            {"prefill": 3, "decode": 4},
+            [],
+        )
 
 
 async def test_bounds_and_a_scale_under_way_refuse_it(server: StoreServer) -> None:

@@ -82,6 +82,32 @@ async def test_a_pool_that_is_not_auto_is_only_watched() -> None:
     assert decision.kind == "flip"
 
 
+async def test_what_an_operator_has_begun_comes_first() -> None:
+    around = Pool()
+    loop = loop_of(around)
+    begun = pb.Operation(
+        id="rebalance-1",
+        kind=pb.OPERATION_KIND_REBALANCE,
+        pool="default",
+        state=pb.OPERATION_STATE_RUNNING,
+    )
+    await around.submit(begun)
+    await turn(loop, around, 12)
+    assert around.operations == [begun]
+    assert around.told == []
+    begun.state = pb.OPERATION_STATE_SUCCEEDED
+    await turn(loop, around, 1)
+    assert [op.kind for op in around.operations[1:]] == [pb.OPERATION_KIND_FLIP]
+
+
+async def test_a_scale_is_a_change_of_the_pool_for_the_next_leader_too() -> None:
+    around = Pool()
+    around.end(around._begun(pb.OPERATION_KIND_SCALE, "", ""))
+    loop = loop_of(around)
+    await turn(loop, around, 1)
+    assert loop.history("default").last_change == around.operations[0].created_at.ToNanoseconds() / 1e9
+
+
 async def test_a_dry_run_tells_once_and_flips_nothing() -> None:
     around = Pool()
     loop = loop_of(around, SETTINGS.model_copy(update={"dry_run": True}))
@@ -138,7 +164,7 @@ def test_a_record_of_a_flip_is_a_move() -> None:
     operation = pb.Operation(kind=pb.OPERATION_KIND_FLIP, state=pb.OPERATION_STATE_FAILED)
     operation.worker.name, operation.target_role = "w", worker_pb2.ROLE_DECODE
     operation.created_at.FromNanoseconds(int(50e9))
-    operation.steps.add().done_at.FromNanoseconds(int(60e9))
+    operation.ended_at.FromNanoseconds(int(60e9))
     move = move_of(operation)
     assert move is not None
     assert (move.worker, move.to, move.began, move.ended, move.succeeded) == (

@@ -2,14 +2,17 @@
 """The parts of the reconciler that keep no company: records of pools, the book of crashes, words for what Ray lacks."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import until_told
 from twinpool.config import TwinpoolConfig
-from twinpool.control.actors import LOG_LINE_CHARS, Node, log_tail, missing
+from twinpool.control import actors as actors_module
+from twinpool.control.actors import LOG_LINE_CHARS, Looker, Node, log_tail, missing
 from twinpool.control.events import REASONS
 from twinpool.control.reconcile import crashes as crash_module
 from twinpool.control.reconcile.crashes import LOOP_CRASHES, WINDOW_SECONDS, CrashBook
@@ -144,6 +147,37 @@ def test_what_is_missing_is_named_with_how_much() -> None:
     assert missing({"CPU": 2.0, "GPU": 1.0}, [small, large]).endswith("no one node has all of it free")
     # Ray's own numbers are not exact.
     assert missing({"CPU": 0.3}, [Node({"CPU": 1.0}, {"CPU": 0.29999999})]) == ""
+
+
+async def test_what_ray_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    looker = Looker()
+
+    def broken() -> int:
+        raise AttributeError("no such table")
+
+    assert await looker.ask("actors", lambda: 7) == 7
+    assert looker.trouble == ""
+    assert await looker.ask("demands", broken) is None
+    assert looker.trouble == "demands: AttributeError: no such table"
+    # The one says nothing of the other.
+    assert await looker.ask("actors", lambda: 7) == 7
+    assert looker.trouble
+    assert await looker.ask("demands", lambda: 0) == 0
+    assert looker.trouble == ""
+    monkeypatch.setattr(actors_module, "LOOK_SECONDS", 0.05)
+    held = threading.Event()
+    assert await looker.ask("actors", held.wait) is None
+    assert looker.trouble == "actors: no answer in 0.05 s"
+    # None is asked until that call is back.
+    assert await looker.ask("demands", lambda: 7) is None
+    held.set()
+    monkeypatch.setattr(actors_module, "LOOK_SECONDS", 60.0)
+
+    async def answers() -> bool:
+        return await looker.ask("actors", lambda: 7) == 7
+
+    await until_told(answers)
+    assert looker.trouble == ""
 
 
 def test_the_end_of_a_log_is_short(tmp_path: Path) -> None:
