@@ -24,18 +24,18 @@ class Controllers:
     """Of the workloads of a release. ``fewest``: how many pods of each were ready at the worst moment of the last change."""
 
     def __init__(self, release: Release) -> None:
-        self._release = release
+        self.release = release
         self._number = 0
         self.fewest: dict[str, int] = {}
 
     def workloads(self) -> list[Doc]:
         """Those of the manifests."""
-        return [doc for doc in self._release.manifests.docs if doc["kind"] in KINDS]
+        return [doc for doc in self.release.manifests.docs if doc["kind"] in KINDS]
 
     def pods(self, workload: Doc, *, ended: bool = False) -> list[Pod]:
         """The pods of a workload; ``ended``: also those that are about to end."""
         wanted = workload["spec"]["selector"]["matchLabels"].items()
-        found = [pod for pod in self._release.pods.values() if wanted <= pod.labels.items()]
+        found = [pod for pod in self.release.pods.values() if wanted <= pod.labels.items()]
         return [pod for pod in found if ended or not pod.terminating]
 
     async def install(self) -> None:
@@ -43,21 +43,21 @@ class Controllers:
         for workload in self.workloads():
             for number in range(workload["spec"]["replicas"]):
                 await self._add(workload, number)
-        await self._release.ready(self._release.pods.values())
+        await self.release.ready(self.release.pods.values())
 
     async def apply(self, docs: list[Doc]) -> None:
         """What `helm upgrade` and `helm rollback` bring about, all workloads at once; returns at its end."""
-        self._release.manifests.docs = docs
-        for pod in self._release.pods.values():
+        self.release.manifests.docs = docs
+        for pod in self.release.pods.values():
             pod.fill()
-        await self._release.sync()
+        await self.release.sync()
         self.fewest = {}
         watch = asyncio.ensure_future(self._count())
         try:
             await asyncio.gather(*(self._roll(workload) for workload in self.workloads()))
         finally:
             watch.cancel()
-        self._release.check()
+        self.release.check()
 
     async def _count(self) -> None:
         while True:
@@ -69,15 +69,13 @@ class Controllers:
 
     async def _roll(self, workload: Doc) -> None:
         old = [
-            pod
-            for pod in self.pods(workload)
-            if digest(pod.template) != digest(workload["spec"]["template"])
+            pod for pod in self.pods(workload) if digest(pod.template) != digest(workload["spec"]["template"])
         ]
         if workload["kind"] == "StatefulSet":
             await self._in_order(workload, old)
         elif workload["spec"].get("strategy", {}).get("type") == "Recreate":
-            await asyncio.gather(*map(self._release.remove, old))
-            await self._release.ready([await self._add(workload, number) for number, _ in enumerate(old)])
+            await asyncio.gather(*map(self.release.remove, old))
+            await self.release.ready([await self._add(workload, number) for number, _ in enumerate(old)])
         else:
             await self._surge(workload, old)
 
@@ -85,29 +83,29 @@ class Controllers:
         """From the last to the first; the next one ends when this one's successor is ready."""
         numbers = {int(pod.name.rpartition("-")[2]): pod for pod in old}
         for number in sorted(numbers, reverse=True):
-            await self._release.remove(numbers[number])
-            await self._release.ready([await self._add(workload, number)])
+            await self.release.remove(numbers[number])
+            await self.release.ready([await self._add(workload, number)])
 
     async def _surge(self, workload: Doc, old: list[Pod]) -> None:
         """One more than there are to be, and never fewer that are ready. Those that end are not waited for."""
         assert workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
         leaving = []
         for number, pod in enumerate(old):
-            await self._release.ready([await self._add(workload, number)])
-            leaving += [asyncio.ensure_future(self._release.remove(pod))]
+            await self.release.ready([await self._add(workload, number)])
+            leaving += [asyncio.ensure_future(self.release.remove(pod))]
         await asyncio.gather(*leaving)
 
     async def _add(self, workload: Doc, number: int) -> Pod:
         name, template = workload["metadata"]["name"], workload["spec"]["template"]
         self._number += 1
         ending = number if workload["kind"] == "StatefulSet" else f"{digest(template)}-{self._number:03}"
-        return await self._release.add(f"{name}-{ending}", template, workload)
+        return await self.release.add(f"{name}-{ending}", template, workload)
 
     # --- evictions
 
     def may_leave(self, pod: Pod) -> bool:
         """Whether a PodDisruptionBudget lets a pod be evicted now."""
-        for doc in self._release.manifests.docs:
+        for doc in self.release.manifests.docs:
             wanted = doc["spec"]["selector"]["matchLabels"] if doc["kind"] == "PodDisruptionBudget" else None
             if wanted is None or not wanted.items() <= pod.labels.items():
                 continue
@@ -124,10 +122,10 @@ class Controllers:
             return False
         (workload,) = (each for each in self.workloads() if pod in self.pods(each))
         if workload["kind"] == "StatefulSet":
-            await self._release.remove(pod)
+            await self.release.remove(pod)
             await self._add(workload, int(pod.name.rpartition("-")[2]))
         else:
-            leaving = asyncio.ensure_future(self._release.remove(pod))
+            leaving = asyncio.ensure_future(self.release.remove(pod))
             await self._add(workload, 0)
             await leaving
         return True

@@ -72,7 +72,7 @@ class Release:
     def _start_dns(self) -> None:
         zone = self.directory / "zone.json"
         zone.write_text("{}")
-        host = self.client("kube-dns", "kube-system", {"k8s-app": "kube-dns"})
+        host = self._other("kube-dns", {"k8s-app": "kube-dns"}, "kube-system")
         self._ips["kube-dns"] = f"{self.network.services}.1"
         self._ends["kube-dns"] = (host.ip,)
         command = [sys.executable, "-m", "tests.pods.dns", host.ip, str(zone)]
@@ -88,14 +88,19 @@ class Release:
         search = f"{NAMESPACE}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
         return f"nameserver {self._ips['kube-dns']}\nsearch {search}\noptions ndots:5\n"
 
-    def client(self, name: str, namespace: str, labels: dict[str, str]) -> Host:
+    async def client(self, name: str, labels: dict[str, str], namespace: str = "apps") -> Host:
         """A host of somebody else in the cluster."""
+        host = self._other(name, labels, namespace)
+        await self.sync()
+        return host
+
+    def _other(self, name: str, labels: dict[str, str], namespace: str) -> Host:
         host = self.network.host(name)
         self._clients[host.ip] = (host, End(name, namespace, labels))
         return host
 
-    async def add(self, name: str, template: Doc, workload: Doc) -> Pod:
-        """Makes a pod and lets it start."""
+    async def add(self, name: str, template: Doc, workload: Doc, *, begin: bool = True) -> Pod:
+        """Makes a pod and lets it start, unless somebody else begins that."""
         self._number += 1
         subdomain = workload["spec"].get("serviceName", "")
         claims = {
@@ -115,8 +120,19 @@ class Release:
         # The network is there before a container is; who resolves names hears of it later.
         await self.sync()
         self.changed()
-        pod.start()
+        if begin:
+            pod.start()
         return pod
+
+    async def complete(self, name: str) -> None:
+        """Runs a pod that ends by itself, such as that of `helm test`; it has to end well."""
+        doc = self.manifests.find("Pod", name)
+        pod = await self.add(name, doc, doc, begin=False)
+        try:
+            for container in pod.spec["containers"]:
+                await pod.run_once(container)
+        finally:
+            await self.remove(pod)
 
     async def remove(self, pod: Pod) -> None:
         """Ends a pod, in order."""
@@ -136,7 +152,9 @@ class Release:
         """Waits until pods are ready."""
         wanted = list(pods)
         try:
-            await until(lambda: all(pod.ready for pod in wanted) or any(pod.faults for pod in wanted), seconds)
+            await until(
+                lambda: all(pod.ready for pod in wanted) or any(pod.faults for pod in wanted), seconds
+            )
         except TimeoutError:
             logs = "\n".join(pod.log() for pod in wanted if not pod.ready)
             raise AssertionError(f"not ready after {seconds} s\n{logs}") from None

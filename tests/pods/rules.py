@@ -40,7 +40,12 @@ class Address:
 
 
 def pod_rules(
-    policies: list[Doc], at: End, ends: Mapping[str, End], addresses: Sequence[Address], node: str, services: str
+    policies: list[Doc],
+    at: End,
+    ends: Mapping[str, End],
+    addresses: Sequence[Address],
+    node: str,
+    services: str,
 ) -> str:
     """All rules of a pod. ``ends``: the pods by address; ``node``: that of the machine, whose kubelet always comes through;
     ``services``: the network of Services."""
@@ -54,7 +59,9 @@ def pod_rules(
             lines += [f"add rule inet pod in ip saddr {node} accept"]
         else:
             # A Service that nobody answers for.
-            lines += [f"add rule inet pod out ip daddr {services}.0/24 reject with icmpx type port-unreachable"]
+            lines += [
+                f"add rule inet pod out ip daddr {services}.0/24 reject with icmpx type port-unreachable"
+            ]
         rules = rules_of(policies, side, at)
         if rules is None:
             continue
@@ -76,9 +83,7 @@ def _translation(address: Address) -> str:
         return ""
     numbered = ", ".join(f"{number} : {end}" for number, end in enumerate(address.ends))
     where = f"ip daddr {address.ip} {address.protocol.lower()} dport {address.port}"
-    return (
-        f"add rule inet pod services {where} dnat ip to numgen random mod {len(address.ends)} map {{ {numbered} }}"
-    )
+    return f"add rule inet pod services {where} dnat ip to numgen random mod {len(address.ends)} map {{ {numbered} }}"
 
 
 def _accepts(
@@ -95,7 +100,9 @@ def _accepts(
         return [f"add rule inet pod {chain} {meant}accept"]
     lines = []
     for entry in ports:
-        wanted = f"{entry['port']}-{entry.get('endPort', entry['port'])}" if "endPort" in entry else entry["port"]
+        wanted = (
+            f"{entry['port']}-{entry.get('endPort', entry['port'])}" if "endPort" in entry else entry["port"]
+        )
         lines += [f"add rule inet pod {chain} {meant}{entry['protocol'].lower()} dport {wanted} accept"]
     return lines
 
