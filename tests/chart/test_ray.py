@@ -34,7 +34,7 @@ from tests.chart.test_render import (
 from tests.support import kuberay
 from tests.support.chart import EVERYTHING, ROOT, Doc, Helm, containers, merged, named, nested, workloads
 from twinpool.control.cli.main import app
-from twinpool.control.pools import HEAD_AWAY_SECONDS
+from twinpool.control.ray_join import HEAD_AWAY_SECONDS
 
 pytestmark = pytest.mark.chart
 

@@ -22,7 +22,8 @@ import psutil
 
 from tests.support.chart import ROOT, workloads
 from tests.support.kuberay import head_service
-from tests.support.pods import STOP_SECONDS, volume_files
+from tests.support.manifests import Manifests
+from tests.support.pods import STOP_SECONDS
 
 Doc = dict[str, Any]
 NAMESPACE: Final = "ns"
@@ -105,6 +106,7 @@ class NetWorld:
     def __init__(self, docs: list[Doc], directory: Path) -> None:
         """``docs``: workloads of Kubernetes; those of operators as pods already."""
         self.docs = docs
+        self._manifests = Manifests(docs, {})
         self.directory = directory
         self.pods: dict[str, NetPod] = {}
         self._bridge = f"tp{_MARK}b"
@@ -161,7 +163,7 @@ class NetWorld:
             in_memory = volume.get("emptyDir", {}).get("medium") == "Memory"
             place = Path("/dev/shm") / f"{net}-{volume['name']}" if in_memory else self.directory / name / volume["name"]  # fmt: skip
             place.mkdir(parents=True)
-            for file, content in volume_files(self.docs, volume).items():
+            for file, content in self._manifests.content(volume).items():
                 (place / file).write_bytes(content)
             if _IMAGE:
                 group = template["spec"]["securityContext"]["fsGroup"]
@@ -190,17 +192,8 @@ class NetWorld:
     def environment(self, pod: NetPod, container: Doc) -> dict[str, str]:
         """The variables of a container, as Kubernetes makes them."""
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = {"PATH": f"{_BINARIES}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
-        for entry in container.get("env", []):
-            if "value" in entry:
-                env[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], entry["value"])
-            elif "fieldRef" in entry["valueFrom"]:
-                env[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-            else:
-                reference = entry["valueFrom"]["secretKeyRef"]
-                secret = volume_files(self.docs, {"secret": {"secretName": reference["name"]}})
-                env[entry["name"]] = secret[reference["key"]].decode()
-        return env
+        base = {"PATH": f"{_BINARIES}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+        return self._manifests.environment(container, base, fields)
 
     def _inside(self, pod: NetPod, container: Doc, words: list[str]) -> list[str]:
         """The command that runs ``words`` in the namespaces and the file system of a container."""

@@ -6,7 +6,6 @@ process is told keeps its form: only paths of mounts, the names of services and 
 """
 
 import asyncio
-import base64
 import os
 import re
 import shutil
@@ -20,10 +19,9 @@ from typing import Any, Final
 
 import psutil
 
-from tests.support.chart import named, workloads
+from tests.support.chart import workloads
+from tests.support.manifests import Doc, Files, Manifests
 
-Doc = dict[str, Any]
-Files = Mapping[str, bytes]
 NAMESPACE: Final = "ns"
 STOP_SECONDS: Final = 60.0
 _ROOT: Final = os.environ.get("TWINPOOL_ROOTFS", "")
@@ -57,28 +55,6 @@ class Pod:
         return next(one for one in found if one["name"] == name) if name else self.spec["containers"][0]
 
 
-def secret_files(docs: list[Doc], name: str, given: Mapping[str, Files] | None = None) -> Files:
-    """The content of a Secret; ``given``: those that somebody else makes."""
-    if given and name in given:
-        return given[name]
-    doc = named(docs, "Secret", name)
-    coded = {key: base64.b64decode(value) for key, value in doc.get("data", {}).items()}
-    return coded | {key: value.encode() for key, value in doc.get("stringData", {}).items()}
-
-
-def volume_files(docs: list[Doc], volume: Doc, given: Mapping[str, Files] | None = None) -> Files:
-    """What a volume holds at first."""
-    if "configMap" in volume:
-        data = named(docs, "ConfigMap", volume["configMap"]["name"])["data"]
-        return {name: text.encode() for name, text in data.items()}
-    if "secret" in volume:
-        source = volume["secret"]
-        found = secret_files(docs, source["secretName"], given)
-        chosen = source.get("items") or [{"key": key, "path": key} for key in found]
-        return {item["path"]: found[item["key"]] for item in chosen}
-    return {}
-
-
 class World:
     """The pods of a release: all of a StatefulSet, one of a Deployment. Use as a context manager: at its end nothing is left."""
 
@@ -86,7 +62,7 @@ class World:
         """``secrets``: those that somebody else makes."""
         self.docs = docs
         self.directory = directory
-        self._secrets = dict(secrets)
+        self._manifests = Manifests(docs, secrets)
         self.pods: dict[str, Pod] = {}
         for doc, template in workloads(docs):
             members = doc["spec"].get("replicas", 1) if doc["kind"] == "StatefulSet" else 1
@@ -130,7 +106,7 @@ class World:
         for volume in (*sources, *claims):
             place = home / volume
             place.mkdir(parents=True)
-            for file, content in self._content(sources.get(volume, {})).items():
+            for file, content in self._manifests.content(sources.get(volume, {})).items():
                 (place / file).write_bytes(content)
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
             for mount in container.get("volumeMounts", []):
@@ -138,16 +114,13 @@ class World:
         ip = ADDRESSES[len(self.pods)]
         self.pods[name] = Pod(name, ip, template["metadata"]["labels"], doc, spec, mounts)
 
-    def _content(self, volume: Doc) -> Files:
-        return volume_files(self.docs, volume, self._secrets)
-
     def secret(self, name: str) -> Files:
         """The content of a Secret."""
-        return secret_files(self.docs, name, self._secrets)
+        return self._manifests.secret(name)
 
     def set_secret(self, name: str, content: Files) -> None:
         """What processes that start from now on get of a Secret in their environment."""
-        self._secrets[name] = content
+        self._manifests.set_secret(name, content)
 
     def _names(self) -> dict[str, str]:
         """Names in DNS to addresses: of services, and of pods below them."""
@@ -175,26 +148,13 @@ class World:
     def environment(self, pod: Pod, container: Doc) -> dict[str, str]:
         """The variables of a container, as Kubernetes makes them."""
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
-        for entry in container.get("env", []):
-            if "value" in entry:
-                value = re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], entry["value"])
-                env[entry["name"]] = self.translate(pod, value)
-            elif "fieldRef" in entry["valueFrom"]:
-                env[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-            else:
-                reference = entry["valueFrom"]["secretKeyRef"]
-                env[entry["name"]] = self.secret(reference["name"])[reference["key"]].decode()
-        return env
+        base = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
+        return self._manifests.environment(container, base, fields, lambda text: self.translate(pod, text))
 
     def command(self, pod: Pod, container: Doc) -> list[str]:
         """What a container runs; the image's own command is `twinpool`."""
-        env = self.environment(pod, container)
-        words = [*container.get("command", ["twinpool"]), *container.get("args", [])]
-        return [
-            self.translate(pod, re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word))
-            for word in words
-        ]
+        words = Manifests.command(container, self.environment(pod, container))
+        return [self.translate(pod, word) for word in words]
 
     # --- life
 

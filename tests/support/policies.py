@@ -26,7 +26,8 @@ def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
 
 
-def _is_peer(peer: Doc, end: End, namespace: str) -> bool:
+def is_peer(peer: Doc, end: End, namespace: str) -> bool:
+    """Whether a rule of a policy in ``namespace`` means an end."""
     assert "ipBlock" not in peer, "blocks of addresses are not used here"
     if not end.namespace:
         return False
@@ -47,8 +48,9 @@ def _in_ports(rule: Doc, port: int, protocol: str) -> bool:
     )
 
 
-def _passes(policies: list[Doc], side: str, at: End, peer: End, port: int, protocol: str) -> bool:
-    kind, key = ("Ingress", "from") if side == "ingress" else ("Egress", "to")
+def rules_of(policies: list[Doc], side: str, at: End) -> list[Doc] | None:
+    """The rules for a pod, ``side``: ingress or egress; None: no policy is for it, and everything passes."""
+    kind = "Ingress" if side == "ingress" else "Egress"
     ours = [
         policy
         for policy in policies
@@ -57,13 +59,20 @@ def _passes(policies: list[Doc], side: str, at: End, peer: End, port: int, proto
         and kind in policy["spec"]["policyTypes"]
     ]
     if not ours or not at.namespace:
+        return None
+    return [rule for policy in ours for rule in policy["spec"].get(side) or ()]
+
+
+def _passes(policies: list[Doc], side: str, at: End, peer: End, port: int, protocol: str) -> bool:
+    key = "from" if side == "ingress" else "to"
+    rules = rules_of(policies, side, at)
+    if rules is None:
         return True
     # A rule without peers, or with an empty list of them, is for everybody.
     return any(
         _in_ports(rule, port, protocol)
-        and (not rule.get(key) or any(_is_peer(found, peer, at.namespace) for found in rule[key]))
-        for policy in ours
-        for rule in policy["spec"].get(side) or ()
+        and (not rule.get(key) or any(is_peer(found, peer, at.namespace) for found in rule[key]))
+        for rule in rules
     )
 
 

@@ -254,11 +254,15 @@ async def test_one_leads_and_the_other_takes_over_when_it_dies(server: StoreServ
         async def pools_of(stub: control_pb2_grpc.ControlServiceStub) -> pb.ListPoolsResponse:
             return await stub.ListPools(pb.ListPoolsRequest(), timeout=30)  # type: ignore[misc,no-any-return]
 
-        # Whoever asks the one that stands by is told whom to ask, and the command line does.
-        with pytest.raises(TwinpoolError) as caught:
-            second.controller.check_leads()
-        assert caught.value.reason == "NOT_LEADER"
-        assert caught.value.metadata == {"leader": first.controller.endpoint}
+        def refused() -> TwinpoolError:
+            with pytest.raises(TwinpoolError) as caught:
+                second.controller.check_leads()
+            return caught.value
+
+        # Whoever asks the one that stands by is told whom to ask, once that one knows; and the command line does.
+        await until(lambda: refused().metadata)
+        assert refused().reason == "NOT_LEADER"
+        assert refused().metadata == {"leader": first.controller.endpoint}
         answer = await ask(endpoint, pools_of)  # type: ignore[arg-type]
         assert [pool.spec.pool for pool in answer.pools] == ["default"]
         # It dies in the middle of a scale that cannot end yet.
