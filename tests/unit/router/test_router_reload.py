@@ -86,7 +86,11 @@ async def test_a_lower_limit_refuses_the_next_request(cluster: FakeCluster, key:
     answer = await cluster.ask(request)
     assert answer.reason == reason
     assert answer.error is not None
-    assert "limit" in answer.error.message or "more than" in answer.error.message
+    assert (
+        f"more than {limit} tools" in answer.error.message
+        if key == "max_tools"
+        else "limit" in answer.error.message
+    )
 
 
 async def test_the_limit_of_a_prompt_holds_for_detokenize_too(cluster: FakeCluster) -> None:
@@ -201,7 +205,6 @@ async def stream_interval_seconds(cluster: FakeCluster) -> None:
 async def finish_seconds(cluster: FakeCluster) -> None:
     await cluster.add("d1", worker.ROLE_DECODE, model_path=cluster.workers["d0"].record().model_path)
     await cluster.ready()
-    cluster.apply(finish_seconds=3600)
     for name in ("d0", "d1"):
         cluster.workers[name].script.hold_after_tokens = 4
     asking = asyncio.create_task(cluster.ask(generate(max_tokens=8)))
@@ -238,7 +241,12 @@ OTHERS: dict[str, Callable[[FakeCluster], Awaitable[None]]] = {
 
 @pytest.mark.parametrize("key", OTHERS)
 async def test_it_is_taken_up_by_what_runs(model_path: Path, key: str) -> None:
-    settings: dict[str, object] = {"reserve_timeout_seconds": 600}
+    # Too long to wait for, should a change not count.
+    settings: dict[str, object] = {
+        "reserve_timeout_seconds": 600,
+        "resume_grace_seconds": 300,
+        "finish_seconds": 3600,
+    }
     async with fake_cluster(
         model_path, settings=settings, decode_script=Script(), prefill_script=Script()
     ) as cluster:
