@@ -325,7 +325,9 @@ class ControlServer:
     async def start(self) -> None:
         """Binds, publishes ``endpoint`` and serves."""
         host = self._config.control.host
-        self.endpoint = join_address(host, self._server.bind(host, self._config.control.port))
+        port = self._server.bind(host, self._config.control.port)
+        self._server.bind_loopback(host, port)
+        self.endpoint = join_address(host, port)
         await self._server.start()
         await self._server.set_serving(True)
 

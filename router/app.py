@@ -176,6 +176,7 @@ class Router:
         self.apis.add(self._server)
         self._server.add(ROUTER_SERVICE, router_pb2_grpc.add_RouterServiceServicer_to_server, self.inspection)
         port = self._server.bind(self.config.router.host, self.config.router.port)
+        self._server.bind_loopback(self.config.router.host, port)
         self.locality.start()
         await self._server.start()
         host = self.config.router.host

@@ -27,6 +27,8 @@ def test_the_services_of_the_chart_are_found_by_its_labels(api: KubeApi) -> None
     assert (control.name, control.port, control.release) == ("rel-twinpool-control", 50053, "rel")
     assert control.server_name == "rel-twinpool-control.llm.svc"
     assert find_service(Kubectl(), "router").name == "rel-twinpool-router", "not the headless one"
+    api.objects["services"].reverse()
+    assert find_service(Kubectl(), "router").name == "rel-twinpool-router"
 
 
 def test_the_name_in_the_certificate_is_the_one_that_is_expected(api: KubeApi, everything: list[Doc]) -> None:

@@ -12,10 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 import trustme
+from click.testing import Result
+from typer.testing import CliRunner
 
 from tests.integration.test_tenants import OPERATOR, QUIET, write_tenants
 from tests.support.cluster import Cluster, running_cluster
 from tests.unit.base.test_base_tls import Pki
+from twinpool.control.cli.main import app
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -40,21 +43,12 @@ class Secured:
     def control(self) -> str:
         return self.cluster.state.control_endpoint
 
-    def run(self, *arguments: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """A command with nothing but ``env`` and the given flags."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
+    def run(self, *arguments: str, code: int = 0, **env: str) -> Result:
+        """A command with nothing but ``env`` and the given flags, in this process: a new one takes seconds to import all."""
+        kept: dict[str, str | None] = {key: None for key in os.environ if key.startswith("TWINPOOL_")}
         kept |= {"TWINPOOL_HOME": str(self.home / "nobody")} | env
-        result = subprocess.run(
-            [*COMMAND, *arguments],
-            env=kept,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
-        assert result.returncode == code, (
-            f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
-        )
+        result = CliRunner().invoke(app, list(arguments), env=kept)
+        assert result.exit_code == code, f"{arguments}: {result.exit_code}\n{result.output}"
         return result
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from twinpool.config import RpcConfig, TlsConfig
 from twinpool.errors import TwinpoolError
+from twinpool.logs import get_logger
 from twinpool.rpc.audit import AuditLog
 from twinpool.rpc.guard import ErrorInterceptor
 from twinpool.rpc.options import join_address, server_options
@@ -23,6 +26,8 @@ from twinpool.rpc.transport import native_server
 LIVE: Final = "live"
 """Name under which health says whether the process's loops tick. That it answers shows that its event loop does; "" and
 the services say whether calls are welcome."""
+
+_log = get_logger(__name__)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -74,18 +79,31 @@ class Server:
     def bind(self, host: str, port: int = 0) -> int:
         """Binds and returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE."""
         address = join_address(host, port)
-        try:
-            if self._tls is None or self._native:
-                bound: int = self.raw.add_insecure_port(address)
-            else:
-                bound = self.raw.add_secure_port(address, server_credentials(self._tls))
-        except RuntimeError:
-            bound = 0
+        bound = self._add(address)
         if bound == 0:
             raise TwinpoolError(
                 "PORT_UNAVAILABLE", f"cannot listen on {address}: in use, or not an address of this host"
             )
         return bound
+
+    def bind_loopback(self, host: str, port: int) -> None:
+        """Listens on the loopback as well, where ``host`` is an address that leaves it out, as a pod's is: `kubectl port-forward` and
+        who is in the same pod dial there. Without it the server is as good to all others, so a failure is only logged."""
+        with contextlib.suppress(ValueError):
+            found = ipaddress.ip_address(host.strip("[]"))
+            if not (found.is_loopback or found.is_unspecified):
+                address = join_address("127.0.0.1" if found.version == 4 else "::1", port)
+                if self._add(address) == 0:
+                    _log.warning("loopback_not_bound", address=address)
+
+    def _add(self, address: str) -> int:
+        """The port; 0: it cannot be bound."""
+        try:
+            if self._tls is None or self._native:
+                return int(self.raw.add_insecure_port(address))
+            return int(self.raw.add_secure_port(address, server_credentials(self._tls)))
+        except RuntimeError:
+            return 0
 
     async def start(self) -> None:
         """Starts to answer, with health NOT_SERVING. Adds reflection of all services added so far."""
