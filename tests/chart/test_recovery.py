@@ -109,7 +109,7 @@ async def test_a_backup_is_restored_under_a_release_that_runs(world: NetWorld) -
     await begin(world, control)
     await ready(world, control)
     # What was recorded at the time of the backup is so again; who serves now is found again.
-    await shows(world, '"cordoned": true', "get", "workers", "-o", "json")
+    await shows(world, '"cordoned": "yes"', "get", "workers", "-o", "json")
     told(world, "uncordon", CORDONED)
     await shows(world, CORDONED, "get", "workers", "-o", "name")
     await answers(endpoint)
