@@ -16,7 +16,7 @@ from tests.support.netns_kubelet import START_SECONDS, begin, ready
 from tests.support.netns_pods import NetPod, NetWorld
 from tests.support.waiting import until_told
 
-pytestmark = [pytest.mark.chart, pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.chart, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CORDONED = "rel-twinpool-tiny-decode-0"
 
