@@ -15,7 +15,8 @@ pip install --no-compile ${index:+--index-url "$index"} "$(grep -E '^torch==' "$
 pip install --no-compile -c "$constraints" "$wheel[worker,fast,tracing]"
 "$prefix/bin/twinpool" version
 # What is in it, for whoever asks; nothing is installed into it any more.
-pip list --format freeze | grep -v '^pip==' | sort >"$prefix/installed.txt"
+"$prefix/bin/python" -m pip --disable-pip-version-check list --format freeze | grep -v '^pip==' | sort >"$prefix/installed.txt"
+test -s "$prefix/installed.txt"
 pip uninstall -y pip
 # Compiled by content: otherwise the time of the build is in each file. Some packages have templates that are no Python.
 find "$prefix" -name '*.pyc' -delete

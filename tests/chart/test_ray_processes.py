@@ -18,7 +18,7 @@ from tests.support.policies import End, Policies
 from tests.support.waiting import until_told
 from twinpool.client import Client, request
 
-pytestmark = [pytest.mark.chart, pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.chart, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PART = "app.kubernetes.io/component"
 VALUES = {

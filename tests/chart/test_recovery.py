@@ -16,7 +16,7 @@ from tests.support.netns_kubelet import START_SECONDS, begin, ready
 from tests.support.netns_pods import NetPod, NetWorld
 from tests.support.waiting import until_told
 
-pytestmark = [pytest.mark.chart, pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.chart, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CORDONED = "rel-twinpool-tiny-decode-0"
 
@@ -109,7 +109,7 @@ async def test_a_backup_is_restored_under_a_release_that_runs(world: NetWorld) -
     await begin(world, control)
     await ready(world, control)
     # What was recorded at the time of the backup is so again; who serves now is found again.
-    await shows(world, '"cordoned": true', "get", "workers", "-o", "json")
+    await shows(world, '"cordoned": "yes"', "get", "workers", "-o", "json")
     told(world, "uncordon", CORDONED)
     await shows(world, CORDONED, "get", "workers", "-o", "name")
     await answers(endpoint)
