@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Final
 
 from tests.pods.release import Release
 from tests.support.chart import ROOT
-from tests.support.netns import Host
+from tests.support.netns import Host, call
 from tests.support.oracle import Oracle
 from tests.support.sandbox import Sandbox, image_environment
 from tests.support.waiting import until
@@ -26,6 +28,8 @@ for ip, port in json.loads(sys.argv[1]):
     try:
         socket.create_connection((ip, port), 5).close()
         said[f"{ip}:{port}"] = "open"
+    except TimeoutError:
+        said[f"{ip}:{port}"] = "silence"
     except OSError as error:
         said[f"{ip}:{port}"] = errno.errorcode.get(error.errno or 0, str(error))
 print(json.dumps(said))
@@ -51,10 +55,10 @@ async def run(release: Release, host: Host, name: str, *command: str) -> str:
         made.kill()
 
 
-async def doors(release: Release, host: Host, name: str, wanted: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """What comes of connecting to (address, port): open, or the name of the error."""
-    said = await run(release, host, name, "python", "-c", _TRY, json.dumps(list(wanted)))
-    found: dict[str, str] = json.loads(said)
+async def doors(host: Host, wanted: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """What comes of connecting from a host to (address, port): open, or the name of the error."""
+    command = host.holder.inside(sys.executable, "-c", _TRY, json.dumps(list(wanted)))
+    found: dict[str, str] = json.loads(await asyncio.to_thread(call, *command))
     return found
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.chart.test_network import PORTS
 from tests.pods.clients import Load, doors, run
 from tests.pods.controllers import Controllers
-from tests.pods.release import NAMESPACE, Release
+from tests.pods.release import Release
 from tests.support.chart import ROOT, Doc, Helm, merged
 from tests.support.oracle import oracle
 from tests.support.policies import End, Policies
@@ -104,30 +104,46 @@ async def test_helm_test_succeeds(site: Controllers) -> None:
 
 
 async def test_policies_hold(site: Controllers) -> None:
-    """Every pod tries every other one at every port of the design: what comes through is what the policies say."""
+    """Every pod, and a stranger, tries every pod at every port of the design: what comes through is what the policies say."""
     release = site.release
-    stranger = End("stranger", "apps", {"app": "stranger"})
-    host = await release.client(stranger.name, dict(stranger.labels), stranger.namespace)
+    host = await release.client("stranger", {"app": "stranger"})
     policies = Policies(release.manifests.docs)
-    targets = [pod for pod in release.pods.values() if not pod.terminating]
-    wanted = [(pod.ip, port) for pod in targets for port in PORTS]
-    assert {pod.component for pod in targets} == {"router", "prefill", "decode", "control", "etcd"}
-    wrong, opened = [], 0
-    tries = await doors(release, host, "stranger", wanted)
-    for pod in targets:
-        for port in PORTS:
+    pods = [pod for pod in release.pods.values() if not pod.terminating]
+    assert {pod.component for pod in pods} == {"router", "prefill", "decode", "control", "etcd"}
+    release.check()
+    sources = [
+        (End("stranger", "apps", {"app": "stranger"}), host),
+        *((pod.end, pod.place.host) for pod in pods),
+    ]
+    wrong, opened = [], set()
+    for source, place in sources:
+        targets = [pod for pod in pods if pod.end != source]
+        tries = await doors(place, [(pod.ip, port) for pod in targets for port in PORTS])
+        for pod, port in ((pod, port) for pod in targets for port in PORTS):
             told = tries[f"{pod.ip}:{port}"]
-            allowed = policies.allow(stranger, End(pod.name, NAMESPACE, pod.labels), port)
             # A port that is allowed and where nobody listens refuses by itself.
-            good = ("open", "ECONNREFUSED") if allowed else ("EHOSTUNREACH",)
-            opened += told == "open"
-            wrong += [(pod.name, port, told)] if told not in good else []
+            good = ("open", "ECONNREFUSED") if policies.allow(source, pod.end, port) else ("EHOSTUNREACH",)
+            wrong += [(source.name, pod.name, port, told)] if told not in good else []
+            if told == "open":
+                opened.add(
+                    (source.labels.get("app.kubernetes.io/component", "stranger"), pod.component, port)
+                )
     assert not wrong
-    # gRPC and HTTP of both routers, and nothing else.
-    assert opened == 4
-    # Those were the stranger's own tries.
-    for pod in targets:
-        pod.place.host.sh("nft flush set inet pod denied_in")
+    # What is open is no more than the design has, and all of it but replays, transfers (whose port is UCX's choice) and etcd's peers.
+    assert {edge for edge in opened if edge[0] == "stranger"} == {
+        ("stranger", "router", 50051),
+        ("stranger", "router", 8000),
+    }
+    wanted = {("router", "router", 50051), ("control", "router", 50051)}
+    for worker in ("prefill", "decode"):
+        wanted |= {("router", worker, port) for port in (50052, 5557)}
+        wanted |= {("control", worker, 50052), ("prefill", worker, 50052), ("decode", worker, 50052)}
+    wanted |= {(part, "etcd", 2379) for part in ("router", "prefill", "decode", "control")}
+    assert wanted <= opened
+    # Those were this test's own tries.
+    for pod in pods:
+        for side in ("in", "out"):
+            pod.place.host.sh(f"nft flush set inet pod denied_{side}")
     release.check()
 
 

@@ -103,6 +103,8 @@ class Host:
             network.plug(self)
             self.sh(
                 f"hostname {name}; echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set lo up;"
+                # Else of many refusals only some are told, and the rest looks like silence.
+                "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
                 f"ip addr add {ip}/24 dev eth0; ip link set eth0 up; ip route add {network.services}.0/24 dev eth0"
             )
         except BaseException:

@@ -57,6 +57,7 @@ class Sandbox:
     user: int = 10001
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts at paths that the root has: /etc/hosts and the like."""
+    shared_memory: str = "64m"
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,7 +107,7 @@ class Sandbox:
             f"mount -t tmpfs -o mode=755 tmpfs {root}/tmp",
             f"for one in null zero full random urandom; do : > {root}/dev/$one; mount --bind /dev/$one {root}/dev/$one; done",
             f"mkdir -m 1777 {root}/dev/shm",
-            f"mount -t tmpfs -o size=64m,mode=1777 tmpfs {root}/dev/shm",
+            f"mount -t tmpfs -o size={self.shared_memory},mode=1777 tmpfs {root}/dev/shm",
             f"ln -s /proc/self/fd {root}/dev/fd; ln -s fd/1 {root}/dev/stdout; ln -s fd/2 {root}/dev/stderr",
         ]
         for number, (path, text) in enumerate(self.files.items()):
