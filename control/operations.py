@@ -83,6 +83,11 @@ class Operations:
         self._steps[kind] = dict(first) | dict(self._steps[kind])
         self._prepare[kind], self._undo[kind] = prepare, undo
 
+    @property
+    def steps(self) -> dict[int, tuple[str, ...]]:
+        """The names of the steps of each kind of operation (``OperationKind``), in their order."""
+        return {kind: tuple(steps) for kind, steps in self._steps.items()}
+
     def listen(self, listener: Listener) -> None:
         """``listener`` is told of each operation that has "begun", was "resumed", has "succeeded" or "failed"."""
         self._listeners.append(listener)
