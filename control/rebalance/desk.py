@@ -10,6 +10,7 @@ An execution is an operation of two steps. Each flip and the scale are operation
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from twinpool.control.rebalance.loop import RebalanceLoop
@@ -18,13 +19,19 @@ from twinpool.control.rebalance.ports import Mover, Specs
 from twinpool.control.rebalance.split import Split
 from twinpool.control.rebalance.telemetry import ROLES, Telemetry, WorkerLoad
 from twinpool.errors import TwinpoolError
+from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
+
+RETRY_SECONDS: Final = 1.0
+"""Time between two tries to begin a child while etcd is away."""
 
 LOOK_SECONDS: Final = 0.1
 """Time between two looks at a child operation."""
 
 REASON_CHARS: Final = 256
 """Longest reason that an operation's record keeps."""
+
+log = get_logger(__name__)
 
 Step = Callable[[pb.Operation], Awaitable[None]]
 Submit = Callable[[pb.Operation], Awaitable[pb.Operation]]
@@ -183,7 +190,10 @@ class RebalanceDesk:
                 return
             flip = next((each for each in plan.flips if each.worker in planned), plan.flips[0])
             reason = f"{operation.reason}; {flip.reason}"[:REASON_CHARS]
-            await self._mover.flip(flip.worker, flip.to, reason, parent=operation.id, seconds=seconds)
+            await _patiently(
+                operation,
+                partial(self._mover.flip, flip.worker, flip.to, reason, parent=operation.id, seconds=seconds),
+            )
         raise TwinpoolError(
             "DEADLINE_EXCEEDED", f"{operation.pool} is not at {wanted} after {len(planned)} flips"
         )
@@ -199,9 +209,15 @@ class RebalanceDesk:
         plan = operation.plan
         if not plan.added:
             return
-        child = await self._mover.scale(
-            operation.pool, plan.prefill, plan.decode, operation.reason, parent=operation.id
+        begin = partial(
+            self._mover.scale,
+            operation.pool,
+            plan.prefill,
+            plan.decode,
+            operation.reason,
+            parent=operation.id,
         )
+        child = await _patiently(operation, begin)
         ended = await self._ended(child)
         if ended.state == pb.OPERATION_STATE_FAILED:
             raise _failure(ended)
@@ -212,6 +228,20 @@ class RebalanceDesk:
             if found.state != pb.OPERATION_STATE_RUNNING:
                 return found
             await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _patiently(operation: pb.Operation, begin: Callable[[], Awaitable[str]]) -> str:
+    """Begins a child, however long etcd is away; its id. Raises what refuses it."""
+    while True:
+        try:
+            return await begin()
+        except TwinpoolError as error:
+            if error.reason != "STORE_UNAVAILABLE":
+                raise
+            log.warning("rebalance_waits", operation=operation.id, reason=error.reason)
+            if operation.steps:
+                operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _failure(operation: pb.Operation) -> TwinpoolError:

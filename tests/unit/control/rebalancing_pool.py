@@ -83,6 +83,8 @@ class Pool:
         return operation.id
 
     async def scale(self, pool: str, prefill: int, decode: int, reason: str, *, parent: str = "") -> str:
+        if self.refusal is not None:
+            raise self.refusal
         operation = self._begun(pb.OPERATION_KIND_SCALE, reason, parent)
         operation.plan.prefill, operation.plan.decode = prefill, decode
         self._maybe_end(operation)
