@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control process that leads is killed at each step of each kind of operation, under load; the one that stands by ends it.
+So does the leader itself after etcd has stood still, and a pool heals whose worker is killed in the middle of its change.
 
 Real workers in a Ray cluster that was joined. Each case begins from the pool as the one before has left it.
 """
 
 import asyncio
+import os
 import shutil
 import signal
 import tempfile
@@ -44,6 +46,8 @@ TOKENS = 30
 class Killed(Scaled):
     """A site whose control processes end where the file ``kill`` says."""
 
+    etcd: int = 0
+
     @property
     def kill(self) -> Path:
         return self.directory / "kill"
@@ -74,7 +78,7 @@ class Killed(Scaled):
         """Waits until the newest control process answers."""
 
         async def answers() -> bool:
-            code, _, error = await self.command("get", "workers")
+            code, _, error = await self.command("get", "workers", "-o", "json")
             assert self.controls[-1].poll() is None, error
             return code == 0
 
@@ -91,6 +95,7 @@ def killed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server = start_store(directory / "store")
     store = connect_store(ClusterConfig(etcd_endpoints=(server.endpoint,)))
     made = Killed(directory, checkpoint, RayHead(short, cpus=CPUS), server.endpoint, store)
+    made.etcd = server.pid
     made.entry, made.more = ENTRY, {"pools.decode_workers": 2}
     made.environment = {KILL_VARIABLE: str(made.kill), "PYTHONPATH": str(ROOT)}
     try:
@@ -190,7 +195,7 @@ async def test_another_one_ends_what_was_begun(killed: Killed, kind: str, step: 
         await load.more(2)
         arm(killed.kill, kind, step, moment)
         # The answer may be lost with the process.
-        await killed.command(*case.command, control=leader)
+        await killed.command(*case.command, "-o", "json", control=leader)
         process = killed.controls[leader]
         assert await asyncio.to_thread(process.wait, LONG_WAIT) == -signal.SIGKILL
         assert not killed.kill.exists()
@@ -213,4 +218,87 @@ async def test_another_one_ends_what_was_begun(killed: Killed, kind: str, step: 
         code, _, error = await killed.scale(prefill, decode, "--wait", control=standby)
         assert code == 0, error
     await killed.launched_to_stand_by()
+    await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "where"),
+    [
+        ("flip", "write", "get operations"),
+        ("scale", "write", "get operations"),
+        ("rebalance", "flip", "get operations"),
+        ("flip", "drain", "get pools"),
+        ("scale", "converge", "get pools"),
+        ("rebalance", "scale", "get operations"),
+    ],
+)
+async def test_etcd_that_stands_still_is_waited_for_and_that_is_said(
+    killed: Killed, kind: str, step: str, where: str
+) -> None:
+    leader, known = await killed.leads(), {op.id for op in killed.operations()}
+    case = case_of(kind, killed)
+    async with under_load(killed, seed=911, longest=60, max_tokens=TOKENS, streams=2) as load:  # type: ignore[arg-type]
+        await load.more(2)
+        arm(killed.kill, kind, step, "begun", killed.etcd, signal.SIGSTOP)
+        try:
+            await killed.command(*case.command, "-o", "json", control=leader)
+            await until(lambda: not killed.kill.exists(), LONG_WAIT)
+
+            async def said() -> bool:
+                code, found, _ = await killed.command(*where.split(), "-o", "json", control=leader)
+                return code == 0 and any(
+                    "etcd" in (each.get("waits_for") or each.get("waiting") or "") for each in found
+                )
+
+            await until_told(said, LONG_WAIT)
+            # Nobody who asks for an answer notices.
+            await load.more(2)
+        finally:
+            os.kill(killed.etcd, signal.SIGCONT)
+        begun = killed.new(kind, known)
+        assert begun is not None
+        await until(lambda: killed.operation(begun.id).state != pb.OPERATION_STATE_RUNNING, LONG_WAIT)
+        await load.more(2)
+    found = killed.operation(begun.id)
+    assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
+    assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
+    await until(lambda: (killed.wanted(), killed.there()) == (case.wanted, case.there), LONG_WAIT)
+    await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
+
+
+@pytest.mark.parametrize(
+    ("step", "moment", "ends"),
+    [
+        ("write", "begun", [pb.OPERATION_STATE_FAILED]),
+        ("write", "done", [pb.OPERATION_STATE_FAILED]),
+        # It does all by itself once it was asked, so it may have committed by then.
+        ("ask", "done", [pb.OPERATION_STATE_FAILED, pb.OPERATION_STATE_SUCCEEDED]),
+        ("drain", "done", [pb.OPERATION_STATE_FAILED, pb.OPERATION_STATE_SUCCEEDED]),
+        ("commit", "done", [pb.OPERATION_STATE_SUCCEEDED]),
+    ],
+)
+async def test_a_worker_that_is_killed_while_it_changes_leaves_a_whole_pool(
+    killed: Killed, step: str, moment: str, ends: list[int]
+) -> None:
+    """As it was or as it is to be, as the operation says."""
+    leader, known = await killed.leads(), {op.id for op in killed.operations()}
+    case, former, names = case_of("flip", killed), killed.wanted(), set(killed.workers())
+    async with under_load(killed, seed=921, longest=60, max_tokens=TOKENS, streams=2) as load:  # type: ignore[arg-type]
+        await load.more(2)
+        arm(killed.kill, "flip", step, moment, killed.workers()[case.victim].pid)
+        code, _, error = await killed.command(*case.command, "-o", "json", control=leader)
+        assert code == 0, error
+        await until(lambda: not killed.kill.exists(), LONG_WAIT)
+        begun = killed.new("flip", known)
+        assert begun is not None
+        await until(lambda: killed.operation(begun.id).state != pb.OPERATION_STATE_RUNNING, LONG_WAIT)
+        await load.more(2)
+    found = killed.operation(begun.id)
+    assert found.state in ends
+    succeeded = found.state == pb.OPERATION_STATE_SUCCEEDED
+    assert succeeded or found.error.startswith("FLIP_FAILED")
+    wanted = case.wanted if succeeded else former
+    await until(lambda: (killed.wanted(), killed.there()) == (wanted, wanted), LONG_WAIT)
+    assert set(killed.workers()) == names
+    assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
     await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every step of every operation, and a control process that ends itself, by SIGKILL, exactly there.
+"""Every step of every operation, and a control process that sends a signal exactly there: SIGKILL to itself, or another one to etcd or
+to a worker.
 
-``ENTRY`` runs a control process; the file that ``KILL_VARIABLE`` names says where one of those that share it ends: kind, step and
-moment, as ``arm`` writes them. It is gone with the process that it ends. The moments: "begun", the step is recorded and nothing of it
+``ENTRY`` runs a control process; the file that ``KILL_VARIABLE`` names says where one of those that share it does so: kind, step and
+moment, as ``arm`` writes them. It is gone before the signal is sent. The moments: "begun", the step is recorded and nothing of it
 was done; "done", all of it was done and nothing of that is recorded.
 """
 
@@ -51,10 +52,10 @@ def kind_name(kind: int) -> str:
     return pb.OperationKind.Name(kind).removeprefix("OPERATION_KIND_").lower()  # type: ignore[arg-type]
 
 
-def arm(path: Path, kind: str, step: str, moment: str) -> None:
-    """The next process that comes there ends."""
+def arm(path: Path, kind: str, step: str, moment: str, pid: int = 0, number: int = signal.SIGKILL) -> None:
+    """The next control process that comes there sends a signal: to ``pid``, or to itself (0)."""
     part = path.with_suffix(".part")
-    part.write_text(f"{kind} {step} {moment}")
+    part.write_text(f"{kind} {step} {moment} {pid} {number}")
     part.rename(path)
 
 
@@ -75,15 +76,16 @@ def install() -> None:
 
 def _killing(kind: str, name: str, do: Step) -> Step:
     async def step(operation: pb.Operation) -> None:
-        _end_if(f"{kind} {name} begun")
+        _signal_at(kind, name, "begun")
         await do(operation)
-        _end_if(f"{kind} {name} done")
+        _signal_at(kind, name, "done")
 
     return step
 
 
-def _end_if(here: str) -> None:
+def _signal_at(*here: str) -> None:
     path = Path(os.environ[KILL_VARIABLE])
-    if path.exists() and path.read_text() == here:
+    words = path.read_text().split() if path.exists() else []
+    if words[:3] == list(here):
         path.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(int(words[3]) or os.getpid(), int(words[4]))
