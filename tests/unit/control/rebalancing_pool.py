@@ -32,6 +32,7 @@ class Pool:
     told: list[tuple[str, str, bool]] = field(default_factory=list)
     refusal: TwinpoolError | None = None
     silent: bool = False
+    unready: set[str] = field(default_factory=set)
     at_once: bool = False
     """Flips and scales end as soon as they begin."""
 
@@ -103,7 +104,7 @@ class Pool:
                 worker=worker_pb2.WorkerId(name=name, incarnation=7),
                 pool="default",
                 role=ROLE_NUMBERS[role],
-                state=pb.WORKER_STATE_READY,
+                state=pb.WORKER_STATE_UNREADY if name in self.unready else pb.WORKER_STATE_READY,
             )
             for name, role in sorted(self.roles.items())
         ]

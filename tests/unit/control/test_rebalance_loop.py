@@ -268,6 +268,25 @@ async def test_an_operation_fails_with_what_its_flip_failed_with() -> None:
     assert caught.value.reason == "DEADLINE_EXCEEDED"
 
 
+async def test_workers_that_are_not_fit_for_a_moment_are_waited_for_not_replaced() -> None:
+    """A machine that stalls makes a worker unready for a second: that is no reason to start another one and to drain it."""
+    around = Pool(at_once=True)
+    desk = desk_of(around, loop_of(around))
+    around.unready = {name for name, role in around.roles.items() if role == "decode"}
+    answer = await desk.rebalance(pb.RebalancePoolRequest(prefill=4, decode=2), None)
+    assert (answer.plan.added, len(answer.plan.moves)) == (0, 0)
+    operation = around.operations[0]
+    operation.steps.add(name="flip")
+    task = asyncio.create_task(desk.steps["flip"](operation))
+    await until(lambda: "is ready to change" in operation.steps[-1].detail)
+    assert len(around.operations) == 1
+    around.unready = set()
+    await asyncio.wait_for(task, 30)
+    await desk.steps["scale"](operation)
+    assert [op.kind for op in around.operations[1:]] == [pb.OPERATION_KIND_FLIP]
+    assert (around.count("prefill"), around.count("decode")) == (4, 2)
+
+
 async def test_etcd_away_is_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(desk_module, "RETRY_SECONDS", 0.01)
     around = Pool(at_once=True)
