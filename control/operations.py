@@ -83,6 +83,11 @@ class Operations:
         self._steps[kind] = dict(first) | dict(self._steps[kind])
         self._prepare[kind], self._undo[kind] = prepare, undo
 
+    @property
+    def steps(self) -> dict[int, tuple[str, ...]]:
+        """The names of the steps of each kind of operation (``OperationKind``), in their order."""
+        return {kind: tuple(steps) for kind, steps in self._steps.items()}
+
     def listen(self, listener: Listener) -> None:
         """``listener`` is told of each operation that has "begun", was "resumed", has "succeeded" or "failed"."""
         self._listeners.append(listener)
@@ -129,6 +134,8 @@ class Operations:
             await self._put(operation)
         except BaseException:
             self._known.pop(operation.id, None)
+            # It may have been written all the same, and must not come to life with the next leader.
+            self._tasks[operation.id] = asyncio.create_task(self._unwrite(operation), name=operation.id)
             raise
         self._spawn(operation)
         self._tell(operation, "begun")
@@ -303,14 +310,24 @@ class Operations:
         key, value = self._keys.operation(operation.id), operation.SerializeToString()
         await self.patiently(operation, partial(self._store.put, key, value))
 
-    async def patiently(self, operation: pb.Operation, write: Callable[[], object]) -> None:
+    async def _unwrite(self, operation: pb.Operation) -> None:
+        await self.patiently(
+            operation,
+            partial(self._store.delete, self._keys.operation(operation.id)),
+            "operation_not_deleted",
+        )
+        self._tasks.pop(operation.id, None)
+
+    async def patiently(
+        self, operation: pb.Operation, write: Callable[[], object], event: str = "operation_not_recorded"
+    ) -> None:
         """Writes to etcd, however long it is away."""
         while True:
             try:
                 await asyncio.to_thread(write)
                 return
             except TwinpoolError as error:
-                log.warning("operation_not_recorded", operation=operation.id, reason=error.reason)
+                log.warning(event, operation=operation.id, reason=error.reason)
                 if operation.steps:
                     operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
                 await asyncio.sleep(RETRY_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``twinpool describe``: all that is known of a pool or a worker."""
+"""``twinpool describe``: all that is known of a pool, a worker or an operation."""
 
 from typing import Annotated
 
@@ -8,6 +8,7 @@ from google.protobuf.json_format import MessageToDict
 
 from twinpool.control.cli.access import App
 from twinpool.control.cli.calls import CALL_SECONDS, Stub, ask
+from twinpool.control.cli.describe_operation import operation
 from twinpool.control.cli.drain import COLUMNS as OPERATION_COLUMNS
 from twinpool.control.cli.drain import WorkerArgument, row_of
 from twinpool.control.cli.events import COLUMNS as EVENT_COLUMNS
@@ -19,9 +20,11 @@ from twinpool.control.cli.target import ClusterOption, ControlOption, control_en
 from twinpool.v1 import control_pb2 as pb
 
 EVENTS_SHOWN = 20
+OPERATIONS_SHOWN = 20
 REPLICA_COLUMNS = ["name", "role", "phase", "seconds", "cordoned", "crashes", "cause"]
 
-app = App(help="Show all that is known of a pool or a worker.", no_args_is_help=True)
+app = App(help="Show all that is known of a pool, a worker or an operation.", no_args_is_help=True)
+app.command()(operation)
 
 
 @app.command()
@@ -37,7 +40,7 @@ def pool(
         found = await stub.ListPools(pb.ListPoolsRequest(pool=name), timeout=CALL_SECONDS)
         operations = await stub.ListOperations(pb.ListOperationsRequest(), timeout=CALL_SECONDS)
         events = await stub.ListEvents(pb.ListEventsRequest(pool=name), timeout=CALL_SECONDS)
-        mine = [op for op in operations.operations if op.pool == name]
+        mine = [op for op in operations.operations if op.pool == name][:OPERATIONS_SHOWN]
         return found.pools[0], mine, list(events.events)[-EVENTS_SHOWN:]
 
     status, operations, events = run_command(ask(control_endpoint(cluster, control), gather))

@@ -10,6 +10,7 @@ An execution is an operation of two steps. Each flip and the scale are operation
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from twinpool.control.rebalance.loop import RebalanceLoop
@@ -18,13 +19,24 @@ from twinpool.control.rebalance.ports import Mover, Specs
 from twinpool.control.rebalance.split import Split
 from twinpool.control.rebalance.telemetry import ROLES, Telemetry, WorkerLoad
 from twinpool.errors import TwinpoolError
+from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
+
+READY_SECONDS: Final = 45.0
+"""How long, beyond the time for a worker's requests, a worker that can change its role is waited for."""
+
+RETRY_SECONDS: Final = 1.0
+"""Time between two tries to begin a child while etcd is away."""
 
 LOOK_SECONDS: Final = 0.1
 """Time between two looks at a child operation."""
 
 REASON_CHARS: Final = 256
 """Longest reason that an operation's record keeps."""
+
+log = get_logger(__name__)
+
+_STATES: Final = {pb.WORKER_STATE_READY: "ready", pb.WORKER_STATE_DRAINING: "draining"}
 
 Step = Callable[[pb.Operation], Awaitable[None]]
 Submit = Callable[[pb.Operation], Awaitable[pb.Operation]]
@@ -94,7 +106,7 @@ class RebalanceDesk:
             if record.role not in ROLE_NAMES:
                 continue
             name, role = record.worker.name, ROLE_NAMES[record.role]
-            state = "ready" if record.state == pb.WORKER_STATE_READY else "unready"
+            state = _STATES.get(record.state, "unready")
             load = loads.get(name)
             if load is not None and load.role == role:
                 workers.append(
@@ -120,7 +132,7 @@ class RebalanceDesk:
 
     def _wanted(self, request: pb.RebalancePoolRequest, telemetry: Telemetry) -> Split:
         """The numbers that were asked for; one that was not is the rest of the workers that there are."""
-        total = sum(telemetry.serving(role) for role in ROLES)
+        total = sum(telemetry.count(role) for role in ROLES)
         prefill, decode = request.prefill, request.decode
         if not request.HasField("prefill"):
             prefill = max(0, total - decode)
@@ -144,7 +156,7 @@ class RebalanceDesk:
             return pb.RebalancePlan(prefill=now.prefill, decode=now.decode, reason=reason)
         after = now.moved(decision.to)
         flip = Flip(decision.worker, decision.to, "it loses least")
-        return Plan(now, after, (flip,), reason, decision.effect).message(self._workers(spec.pool))
+        return Plan(now, after, (flip,), 1, reason, decision.effect).message(self._workers(spec.pool))
 
     def _check_free(self, pool: str, plan: Plan) -> None:
         for operation in self._mover.all():
@@ -175,18 +187,38 @@ class RebalanceDesk:
         wanted = Split(operation.plan.prefill, operation.plan.decode)
         seconds = operation.timeout.ToNanoseconds() / 1e9
         planned = [move.worker.name for move in operation.plan.moves]
-        for _ in range(len(planned) + 1):
-            await self._await_flips(operation)
-            spec = self._spec(operation.pool)
-            plan = self._plan(spec, self._telemetry(operation.pool), wanted)
-            if not plan.flips:
-                return
+        left = None
+        while (plan := await self._next(operation, wanted)).needed:
+            # One more than it takes: somebody else may change a role meanwhile.
+            left = plan.needed if left is None else left - 1
+            if left < 0:
+                raise TwinpoolError(
+                    "DEADLINE_EXCEEDED", f"{operation.pool} is not at {wanted} after the flips that it takes"
+                )
             flip = next((each for each in plan.flips if each.worker in planned), plan.flips[0])
             reason = f"{operation.reason}; {flip.reason}"[:REASON_CHARS]
-            await self._mover.flip(flip.worker, flip.to, reason, parent=operation.id, seconds=seconds)
-        raise TwinpoolError(
-            "DEADLINE_EXCEEDED", f"{operation.pool} is not at {wanted} after {len(planned)} flips"
-        )
+            begin = partial(
+                self._mover.flip, flip.worker, flip.to, reason, parent=operation.id, seconds=seconds
+            )
+            await _patiently(operation, begin)
+
+    async def _next(self, operation: pb.Operation, wanted: Split) -> Plan:
+        """The plan as it is once no flip is under way: no more is needed, or a worker can change its role. Raises what a flip failed
+        with, and DEADLINE_EXCEEDED."""
+        await self._await_flips(operation)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + operation.timeout.ToNanoseconds() / 1e9 + READY_SECONDS
+        while True:
+            plan = self._plan(self._spec(operation.pool), self._telemetry(operation.pool), wanted)
+            if plan.flips or not plan.needed:
+                return plan
+            # They are there, and not fit for work now: others in their stead would be started and drained for nothing.
+            text = "no worker of the other role is ready to change its own"
+            if loop.time() > deadline:
+                raise TwinpoolError("DEADLINE_EXCEEDED", f"{operation.pool}: {text}")
+            if operation.steps:
+                operation.steps[-1].detail = text
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _await_flips(self, operation: pb.Operation) -> None:
         """Waits for the children that run. Raises what one of them failed with."""
@@ -199,9 +231,15 @@ class RebalanceDesk:
         plan = operation.plan
         if not plan.added:
             return
-        child = await self._mover.scale(
-            operation.pool, plan.prefill, plan.decode, operation.reason, parent=operation.id
+        begin = partial(
+            self._mover.scale,
+            operation.pool,
+            plan.prefill,
+            plan.decode,
+            operation.reason,
+            parent=operation.id,
         )
+        child = await _patiently(operation, begin)
         ended = await self._ended(child)
         if ended.state == pb.OPERATION_STATE_FAILED:
             raise _failure(ended)
@@ -212,6 +250,20 @@ class RebalanceDesk:
             if found.state != pb.OPERATION_STATE_RUNNING:
                 return found
             await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _patiently(operation: pb.Operation, begin: Callable[[], Awaitable[str]]) -> str:
+    """Begins a child, however long etcd is away; its id. Raises what refuses it."""
+    while True:
+        try:
+            return await begin()
+        except TwinpoolError as error:
+            if error.reason != "STORE_UNAVAILABLE":
+                raise
+            log.warning("rebalance_waits", operation=operation.id, reason=error.reason)
+            if operation.steps:
+                operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _failure(operation: pb.Operation) -> TwinpoolError:

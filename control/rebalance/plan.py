@@ -34,8 +34,12 @@ class Plan:
     """What is to be done to a pool."""
 
     now: Split
+    """Workers that there are, those included that are not fit for work at this moment: they will be again."""
     after: Split
     flips: tuple[Flip, ...]
+    """Of workers that can change their role now; fewer than ``needed`` if others cannot."""
+    needed: int
+    """Flips on the way to ``after``."""
     reason: str
     effect: Effect | None
     """None: the pool's load is not known."""
@@ -80,7 +84,7 @@ def plan_split(
     """The moves to ``wanted``, or to the split that suits the load best (None). Flips first, so that as few workers as possible are
     started or taken out. Raises INVALID_ARGUMENT if the bounds of the pool do not allow the split, or if the best one is asked
     for and the load is not known."""
-    now = Split(telemetry.serving("prefill"), telemetry.serving("decode"))
+    now = Split(telemetry.count("prefill"), telemetry.count("decode"))
     known = telemetry.seconds > 0
     if wanted is None:
         if not known:
@@ -101,7 +105,7 @@ def plan_split(
     chosen = by_loss(w for w in telemetry.workers if w.role == other(to) and w.serving)[:count]
     seconds = sum(policy.flip_seconds(worker, history) for worker in chosen)
     effect = policy.effect(telemetry, spec, history, wanted, seconds) if known else None
-    return Plan(now, wanted, tuple(_flip(worker, to, known) for worker in chosen), reason, effect)
+    return Plan(now, wanted, tuple(_flip(worker, to, known) for worker in chosen), count, reason, effect)
 
 
 def _flip(worker: WorkerLoad, to: Role, known: bool) -> Flip:

@@ -50,6 +50,8 @@ class Site:
     store: Store
     controls: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     routers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    entry: str = _ENTRY
+    environment: dict[str, str] = field(default_factory=dict)
 
     def start_control(self, more: Mapping[str, object] | None = None) -> None:
         settings: dict[str, object] = {
@@ -64,9 +66,9 @@ class Site:
             **(more or {}),
         }
         env = {key: value for key, value in os.environ.items() if not key.startswith("TWINPOOL_")}
-        env |= to_env(load_config(None, settings, env={})) | {"RAY_AUTH_MODE": "disabled"}
+        env |= to_env(load_config(None, settings, env={})) | {"RAY_AUTH_MODE": "disabled"} | self.environment
         with self.log(len(self.controls)).open("wb") as out:
-            command = [sys.executable, "-c", _ENTRY]
+            command = [sys.executable, "-c", self.entry]
             self.controls.append(
                 subprocess.Popen(
                     command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -26,6 +26,9 @@ from twinpool.v1.control_pb2 import WorkerRecord
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(1800)]
 
 DRAIN_SECONDS = 30
+BESIDE_SECONDS = 1.0
+"""What a flip may take beside its drain."""
+
 LONG_WAIT = 240.0
 ROLES = {1: "prefill", 2: "decode"}
 
@@ -73,6 +76,14 @@ class Pool:
         assert code == 0, error
         return list(found)
 
+    async def beside_the_drain(self, flip: str) -> tuple[float, float]:
+        """Seconds of a flip that its worker's requests took, and those that everything else took."""
+        code, found, error = await self.command("describe", "operation", flip)
+        assert code == 0, error
+        steps = {step["step"]: step["seconds"] for step in found["steps"]}
+        assert list(steps) == ["write", "ask", "drain", "commit"]
+        return steps["drain"], found["seconds"] - steps["drain"]
+
 
 @pytest.fixture
 def pool(checkpoint: Path, tmp_path: Path) -> Iterator[Pool]:
@@ -82,6 +93,8 @@ def pool(checkpoint: Path, tmp_path: Path) -> Iterator[Pool]:
         "worker.drain_timeout_seconds": DRAIN_SECONDS,
         "worker.threads": 1,
         "router.finish_seconds": 0.0,
+        # Nothing that was cached is evicted: the tests are about flips, not about room.
+        "kv.num_blocks": 2048,
     }
     with running_cluster(tmp_path, checkpoint, settings) as cluster:
         yield Pool(cluster)
@@ -110,7 +123,15 @@ async def test_a_pool_is_rebalanced_to_and_fro_under_load(pool: Pool, rounds: in
     assert {operation["kind"] for operation in found} == {"flip", "rebalance"}
     assert {operation["state"] for operation in found} == {"succeeded"}
     flips = [operation for operation in found if operation["kind"] == "flip"]
-    assert all(operation["seconds"] < DRAIN_SECONDS + 1 for operation in flips)
+    assert len(flips) == 2 * rounds
+    taken = [await pool.beside_the_drain(operation["id"]) for operation in flips]
+    others = sorted(other for _, other in taken)
+    print(f"drain at most {max(drain for drain, _ in taken):.3f} s, the rest {others}")
+    # What is not the drain is a dozen writes to etcd, two calls and the exchange of an object: some 50 ms of work, none of which
+    # waits for requests. A machine that is many times overloaded stretches a few of them, but not one half: the median is what is
+    # promised of each, and each ends within the drain that it was given.
+    assert others[len(others) // 2] < BESIDE_SECONDS
+    assert all(operation["seconds"] < DRAIN_SECONDS + BESIDE_SECONDS for operation in flips)
     after = await pool.workers()
     assert {name: record.worker.incarnation for name, record in after.items()} == {
         name: record.worker.incarnation for name, record in before.items()

@@ -42,6 +42,7 @@ class Scaled(Site):
 
     endpoints: list[str] = field(default_factory=list)
     endpoint: str = ""
+    more: dict[str, object] = field(default_factory=dict)
 
     @property
     def oracle(self) -> Oracle:
@@ -63,6 +64,7 @@ class Scaled(Site):
                 "pools.decode_placement": "group",
                 "worker.threads": 1,
             }
+            | self.more
         )
 
     async def command(self, *arguments: str, control: int = -1) -> tuple[int, Any, str]:

@@ -32,6 +32,7 @@ class Pool:
     told: list[tuple[str, str, bool]] = field(default_factory=list)
     refusal: TwinpoolError | None = None
     silent: bool = False
+    unready: set[str] = field(default_factory=set)
     at_once: bool = False
     """Flips and scales end as soon as they begin."""
 
@@ -83,6 +84,8 @@ class Pool:
         return operation.id
 
     async def scale(self, pool: str, prefill: int, decode: int, reason: str, *, parent: str = "") -> str:
+        if self.refusal is not None:
+            raise self.refusal
         operation = self._begun(pb.OPERATION_KIND_SCALE, reason, parent)
         operation.plan.prefill, operation.plan.decode = prefill, decode
         self._maybe_end(operation)
@@ -101,7 +104,7 @@ class Pool:
                 worker=worker_pb2.WorkerId(name=name, incarnation=7),
                 pool="default",
                 role=ROLE_NUMBERS[role],
-                state=pb.WORKER_STATE_READY,
+                state=pb.WORKER_STATE_UNREADY if name in self.unready else pb.WORKER_STATE_READY,
             )
             for name, role in sorted(self.roles.items())
         ]

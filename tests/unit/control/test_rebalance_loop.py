@@ -8,6 +8,7 @@ import pytest
 from tests.support.waiting import until
 from tests.unit.control.rebalancing import SETTINGS, pool, spec, telemetry
 from tests.unit.control.rebalancing_pool import Pool, desk_of, loop_of
+from twinpool.control.rebalance import desk as desk_module
 from twinpool.control.rebalance.history import History
 from twinpool.control.rebalance.loop import RebalanceLoop, move_of
 from twinpool.control.rebalance.plan import plan_split
@@ -265,6 +266,47 @@ async def test_an_operation_fails_with_what_its_flip_failed_with() -> None:
     with pytest.raises(TwinpoolError, match="is not free") as caught:
         await asyncio.wait_for(task, 30)
     assert caught.value.reason == "DEADLINE_EXCEEDED"
+
+
+async def test_workers_that_are_not_fit_for_a_moment_are_waited_for_not_replaced() -> None:
+    """A machine that stalls makes a worker unready for a second: that is no reason to start another one and to drain it."""
+    around = Pool(at_once=True)
+    desk = desk_of(around, loop_of(around))
+    around.unready = {name for name, role in around.roles.items() if role == "decode"}
+    answer = await desk.rebalance(pb.RebalancePoolRequest(prefill=4, decode=2), None)
+    assert (answer.plan.added, len(answer.plan.moves)) == (0, 0)
+    operation = around.operations[0]
+    operation.steps.add(name="flip")
+    task = asyncio.create_task(desk.steps["flip"](operation))
+    await until(lambda: "is ready to change" in operation.steps[-1].detail)
+    assert len(around.operations) == 1
+    around.unready = set()
+    await asyncio.wait_for(task, 30)
+    await desk.steps["scale"](operation)
+    assert [op.kind for op in around.operations[1:]] == [pb.OPERATION_KIND_FLIP]
+    assert (around.count("prefill"), around.count("decode")) == (4, 2)
+
+
+async def test_etcd_away_is_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "RETRY_SECONDS", 0.01)
+    around = Pool(at_once=True)
+    desk = desk_of(around, loop_of(around))
+    await desk.rebalance(pb.RebalancePoolRequest(prefill=5, decode=2), None)
+    operation = around.operations[0]
+    operation.steps.add(name="flip")
+    around.refusal = TwinpoolError("STORE_UNAVAILABLE", "planted")
+    task = asyncio.create_task(desk.steps["flip"](operation))
+    await until(lambda: operation.steps[-1].detail == "etcd cannot be written: STORE_UNAVAILABLE")
+    assert not task.done()
+    around.refusal = None
+    await asyncio.wait_for(task, 30)
+    around.refusal = TwinpoolError("STORE_UNAVAILABLE", "planted")
+    operation.steps.add(name="scale")
+    task = asyncio.create_task(desk.steps["scale"](operation))
+    await until(lambda: operation.steps[-1].detail)
+    around.refusal = None
+    await asyncio.wait_for(task, 30)
+    assert [op.kind for op in around.operations[1:]] == [pb.OPERATION_KIND_FLIP, pb.OPERATION_KIND_SCALE]
 
 
 async def test_a_dry_run_begins_nothing_and_auto_is_kept() -> None:
