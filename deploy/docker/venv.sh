@@ -20,4 +20,4 @@ test -s "$prefix/installed.txt"
 pip uninstall -y pip
 # Compiled by content: otherwise the time of the build is in each file. Some packages have templates that are no Python.
 find "$prefix" -name '*.pyc' -delete
-"$prefix/bin/python" -m compileall -q -j 0 --invalidation-mode unchecked-hash "$prefix/lib" >/dev/null || true
+"$prefix/bin/python" -B -m compileall -f -q -j 0 --invalidation-mode unchecked-hash "$prefix/lib" >/dev/null || true
