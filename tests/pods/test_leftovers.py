@@ -18,7 +18,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 TEST = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from tests.support.netns import Network
 from tests.support.sandbox import Sandbox, image_environment
@@ -32,7 +32,7 @@ with Network() as network:
     while "up" not in made.tail():
         time.sleep(0.01)
     print(network.prefix, host.holder.pid, made.pid, flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 
