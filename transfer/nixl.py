@@ -127,10 +127,10 @@ class NixlAgent:
             if known.descriptor != peer:
                 raise TransferError(Fault.PEER_REFUSED, f"{peer.worker} has changed its descriptor")
             return
-        # A second connection under the same NIXL name would hide the first one's reads: their end would never be seen.
-        live = sum(
-            link.live for link in [known, *self._retired] if link and link.descriptor.worker == peer.worker
-        )
+        # A second connection under the same NIXL name would hide the first one's reads: their end would never be seen. To itself an
+        # agent makes none.
+        links = [] if peer == self._descriptor else [known, *self._retired]
+        live = sum(link.live for link in links if link and link.descriptor.worker == peer.worker)
         if live:
             raise TransferError(Fault.PEER_LOST, f"{live} reads from {peer.worker} are not fenced yet")
         for worker in [w for w in self._links if w.name == peer.worker.name]:

@@ -58,6 +58,10 @@ def run(site: Site, pool: str) -> dict[str, int]:
     return {name: each.key.incarnation for name, each in site.workers.items() if each.pool == pool}
 
 
+def configured(made: Control) -> list[str]:
+    return [event.pool for event in made.controller.events.all() if event.reason == "PoolConfigured"]
+
+
 async def test_each_pool_has_its_record_and_its_workers(server: StoreServer, site: Site) -> None:
     async with control(server, site) as made:
         await made.settled()
@@ -69,10 +73,7 @@ async def test_each_pool_has_its_record_and_its_workers(server: StoreServer, sit
             assert item is not None
             assert pb.PoolSpec.FromString(item.value).pool == pool
             assert set(made.status(pool).values()) == {READY}
-        configured = [
-            event.pool for event in made.controller.events.all() if event.reason == "PoolConfigured"
-        ]
-        assert sorted(configured) == sorted(ALL)
+        await until(lambda: sorted(configured(made)) == sorted(ALL))
 
 
 async def test_a_scale_is_of_one_pool_within_its_own_bounds(server: StoreServer, site: Site) -> None:
