@@ -25,7 +25,7 @@ NAMESPACE: Final = "ns"
 DOMAIN: Final = "cluster.local"
 LATE_SECONDS: Final = 1.5
 """After which kube-proxy and DNS hear of a change: less than a router's preStop gives them."""
-READY_SECONDS: Final = 300.0
+READY_SECONDS: Final = 600.0
 
 
 class Release:
@@ -137,11 +137,13 @@ class Release:
     async def remove(self, pod: Pod) -> None:
         """Ends a pod, in order."""
         await pod.terminate()
-        self._note(pod)
-        del self.pods[pod.name]
-        self.gone.append(pod)
-        self.network.remove(pod.place.host)
-        self._said.pop(pod.ip, None)
+        # Not while somebody gives its host rules.
+        async with self._syncing:
+            self._note(pod)
+            del self.pods[pod.name]
+            self.gone.append(pod)
+            self.network.remove(pod.place.host)
+            self._said.pop(pod.ip, None)
         self.changed()
 
     def of(self, component: str) -> list[Pod]:
@@ -237,6 +239,6 @@ class Release:
             addresses = self._addresses()
             for ip, (host, end) in hosts.items():
                 text = pod_rules(policies, end, ends, addresses, self.network.node, self.network.services)
-                if self._said.get(ip) != text and (ip in self._clients or end.name in self.pods):
+                if self._said.get(ip) != text:
                     self._said[ip] = text
                     await asyncio.to_thread(host.rules, text)
