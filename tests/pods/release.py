@@ -42,7 +42,6 @@ class Release:
         self._ips: dict[str, str] = {}
         self._said: dict[str, str] = {}
         self._ends: dict[str, tuple[str, ...]] = {}
-        self._names: dict[str, End] = {}
         self._hearing: set[asyncio.Task[None]] = set()
         self._syncing = asyncio.Lock()
         self._dns: subprocess.Popen[bytes] | None = None
@@ -139,7 +138,8 @@ class Release:
         await pod.terminate()
         # Not while somebody gives its host rules.
         async with self._syncing:
-            self._note(pod)
+            for each in self.pods.values():
+                self._note(each)
             del self.pods[pod.name]
             self.gone.append(pod)
             self.network.remove(pod.place.host)
@@ -172,10 +172,11 @@ class Release:
         assert not self.refused, f"policies are in the way of {sorted(self.refused)}"
 
     def _note(self, pod: Pod) -> None:
-        ends = {ip: name.name for ip, name in self._names.items()}
-        self.refused |= {
-            (pod.name, side, ends.get(ip, ip), port) for side, ip, port in denied(pod.place.host)
-        }
+        """Writes down what policies have refused a pod. Who still dials a pod that is gone is refused rightly."""
+        there = {each.ip: each.name for each in self.pods.values()}
+        there |= {ip: end.name for ip, (_, end) in self._clients.items()}
+        found = denied(pod.place.host)
+        self.refused |= {(pod.name, side, there[ip], port) for side, ip, port in found if ip in there}
 
     # --- Services and policies
 
@@ -235,7 +236,6 @@ class Release:
             policies = [doc for doc in self.manifests.docs if doc["kind"] == "NetworkPolicy"]
             hosts = {pod.ip: (pod.place.host, pod.end) for pod in self.pods.values()} | self._clients
             ends = {ip: end for ip, (_, end) in hosts.items()}
-            self._names |= ends
             addresses = self._addresses()
             for ip, (host, end) in hosts.items():
                 text = pod_rules(policies, end, ends, addresses, self.network.node, self.network.services)
