@@ -173,6 +173,8 @@ class Release:
 
     def _note(self, pod: Pod) -> None:
         """Writes down what policies have refused a pod. Who still dials a pod that is gone is refused rightly."""
+        if pod.ip not in self._said:
+            return
         there = {each.ip: each.name for each in self.pods.values()}
         there |= {ip: end.name for ip, (_, end) in self._clients.items()}
         found = denied(pod.place.host)
