@@ -25,7 +25,7 @@ NAMESPACE: Final = "ns"
 DOMAIN: Final = "cluster.local"
 LATE_SECONDS: Final = 1.5
 """After which kube-proxy and DNS hear of a change: less than a router's preStop gives them."""
-READY_SECONDS: Final = 300.0
+READY_SECONDS: Final = 600.0
 
 
 class Release:
@@ -42,7 +42,6 @@ class Release:
         self._ips: dict[str, str] = {}
         self._said: dict[str, str] = {}
         self._ends: dict[str, tuple[str, ...]] = {}
-        self._names: dict[str, End] = {}
         self._hearing: set[asyncio.Task[None]] = set()
         self._syncing = asyncio.Lock()
         self._dns: subprocess.Popen[bytes] | None = None
@@ -137,11 +136,14 @@ class Release:
     async def remove(self, pod: Pod) -> None:
         """Ends a pod, in order."""
         await pod.terminate()
-        self._note(pod)
-        del self.pods[pod.name]
-        self.gone.append(pod)
-        self.network.remove(pod.place.host)
-        self._said.pop(pod.ip, None)
+        # Not while somebody gives its host rules.
+        async with self._syncing:
+            for each in self.pods.values():
+                self._note(each)
+            del self.pods[pod.name]
+            self.gone.append(pod)
+            self.network.remove(pod.place.host)
+            self._said.pop(pod.ip, None)
         self.changed()
 
     def of(self, component: str) -> list[Pod]:
@@ -170,10 +172,13 @@ class Release:
         assert not self.refused, f"policies are in the way of {sorted(self.refused)}"
 
     def _note(self, pod: Pod) -> None:
-        ends = {ip: name.name for ip, name in self._names.items()}
-        self.refused |= {
-            (pod.name, side, ends.get(ip, ip), port) for side, ip, port in denied(pod.place.host)
-        }
+        """Writes down what policies have refused a pod. Who still dials a pod that is gone is refused rightly."""
+        if pod.ip not in self._said:
+            return
+        there = {each.ip: each.name for each in self.pods.values()}
+        there |= {ip: end.name for ip, (_, end) in self._clients.items()}
+        found = denied(pod.place.host)
+        self.refused |= {(pod.name, side, there[ip], port) for side, ip, port in found if ip in there}
 
     # --- Services and policies
 
@@ -233,10 +238,9 @@ class Release:
             policies = [doc for doc in self.manifests.docs if doc["kind"] == "NetworkPolicy"]
             hosts = {pod.ip: (pod.place.host, pod.end) for pod in self.pods.values()} | self._clients
             ends = {ip: end for ip, (_, end) in hosts.items()}
-            self._names |= ends
             addresses = self._addresses()
             for ip, (host, end) in hosts.items():
                 text = pod_rules(policies, end, ends, addresses, self.network.node, self.network.services)
-                if self._said.get(ip) != text and (ip in self._clients or end.name in self.pods):
+                if self._said.get(ip) != text:
                     self._said[ip] = text
                     await asyncio.to_thread(host.rules, text)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.chart,
     pytest.mark.slow,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(2400),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
@@ -41,8 +41,9 @@ VALUES: dict[str, Any] = {
         "extraVolumes": [{"name": "chat", "configMap": {"name": "chat"}}],
         "extraVolumeMounts": [{"name": "chat", "mountPath": "/etc/twinpool/chat", "readOnly": True}],
     },
-    "prefill": {"replicas": 2},
-    "decode": {"replicas": 2},
+    # So many start at once on a machine that may have few cores.
+    "prefill": {"replicas": 2, "startTimeoutSeconds": 600},
+    "decode": {"replicas": 2, "startTimeoutSeconds": 600},
     # An upgrade restarts etcd, too: its volume stays.
     "etcd": {"persistence": {"enabled": True}},
 }
