@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from tests.pods.release import Release
 from tests.support.chart import ROOT
@@ -64,20 +64,23 @@ async def doors(host: Host, wanted: Iterable[tuple[str, int]]) -> dict[str, str]
 
 @dataclass
 class Load:
-    """Clients that ask all the time, in one pod."""
+    """Clients that ask all the time, in one pod. Use as an asynchronous context manager; ``finish`` before its end."""
 
     release: Release
     host: Host
     streams: int
     max_tokens: int
 
-    def start(self) -> None:
-        """Begins."""
+    async def __aenter__(self) -> Self:
         sizes = (str(self.streams), str(self.max_tokens))
         self._sandbox = sandbox(
             self.release, self.host, self.host.name, "python", "-m", "tests.pods.asking", ROUTERS, *sizes
         )
         self._sandbox.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sandbox.kill()
 
     @property
     def log(self) -> Path:
@@ -96,12 +99,9 @@ class Load:
 
     async def finish(self) -> None:
         """Lets each client finish what it has asked."""
-        try:
-            self._sandbox.signal(signal.SIGTERM)
-            await until(lambda: not self._sandbox.running, STOP_SECONDS)
-            assert self._sandbox.code == 0, self._sandbox.tail()
-        finally:
-            self._sandbox.kill()
+        self._sandbox.signal(signal.SIGTERM)
+        await until(lambda: not self._sandbox.running, STOP_SECONDS)
+        assert self._sandbox.code == 0, self._sandbox.tail()
 
     def check(self, oracle: Oracle) -> int:
         """Fails unless every stream came to its end with the tokens of the oracle; how often one was resumed."""

@@ -21,7 +21,8 @@ def digest(template: Doc) -> str:
 
 
 class Controllers:
-    """Of the workloads of a release. ``fewest``: how many pods of each were ready at the worst moment of the last change."""
+    """Of the workloads of a release. ``fewest``: how many pods of each were there at the worst moment of the last change: of a
+    Deployment those that were ready, of a StatefulSet those that had become ready and were not told to end."""
 
     def __init__(self, release: Release) -> None:
         self.release = release
@@ -63,7 +64,10 @@ class Controllers:
         while True:
             for workload in self.workloads():
                 name = workload["metadata"]["name"]
-                ready = sum(pod.ready for pod in self.pods(workload))
+                # Workers say that they are not ready while their lease is gone, which an etcd of one member that is replaced may
+                # bring about; they serve on. Of them counts who has been ready and is not taken away.
+                asked = workload["kind"] == "Deployment"
+                ready = sum(pod.ready if asked else pod.was_ready for pod in self.pods(workload))
                 self.fewest[name] = min(self.fewest.get(name, ready), ready)
             await asyncio.sleep(0.05)
 

@@ -38,7 +38,7 @@ class Place:
 
 
 class Pod:
-    """``ready``: what its probes say; ``faults``: what a cluster would have to mend."""
+    """``ready``: what its probes say; ``was_ready``: whether they have ever said it; ``faults``: what a cluster would have to mend."""
 
     def __init__(
         self, name: str, template: Doc, place: Place, manifests: Manifests, changed: Callable[[], object]
@@ -50,6 +50,7 @@ class Pod:
         self.spec: Doc = template["spec"]
         self.template = template
         self.ready = False
+        self.was_ready = False
         self.terminating = False
         self.faults: list[str] = []
         self.codes: dict[str, int] = {}
@@ -187,6 +188,7 @@ class Pod:
         ready = not self.terminating and bool(self._content) and all(self._content.values())
         if ready != self.ready:
             self.ready = ready
+            self.was_ready |= ready
             self._changed()
 
     async def terminate(self) -> None:

@@ -91,10 +91,9 @@ async def test_the_agent_of_the_examples_is_served(site: Controllers, checkpoint
         assert len(turns) == 3, printed
         said.append(turns)
     assert said[0] == said[1]
-    load = Load(release, await release.client("load-agent", {"app": "load"}), 2, TOKENS)
-    load.start()
-    await load.more(4)
-    await load.finish()
+    async with Load(release, await release.client("load-agent", {"app": "load"}), 2, TOKENS) as load:
+        await load.more(4)
+        await load.finish()
     load.check(oracle(checkpoint))
     await at_rest(release)
 
@@ -154,21 +153,20 @@ async def test_an_upgrade_and_its_rollback_lose_no_stream(
     """All at once, as `helm upgrade` has it: another image, so every pod is another one, etcd's too."""
     release = site.release
     before = release.manifests.docs
-    load = Load(release, await release.client("load-upgrade", {"app": "load"}), 3, TOKENS)
-    load.start()
-    await load.more(3)
-    changed = {"image": {"tag": "next"}, "config": {"log": {"level": "debug"}}}
-    for docs in (render(helm, changed, before), before):
-        names = {pod.name: pod for pod in release.pods.values()}
-        await site.apply(docs)
-        assert not [pod for pod in release.pods.values() if names.get(pod.name) is pod]
-        replicas = {doc["metadata"]["name"]: doc["spec"]["replicas"] for doc in site.workloads()}
-        # Of routers never fewer than there are to be, of the rest one less.
-        away = {"rel-twinpool-router": 0}
-        least = {name: count - away.get(name, 1) for name, count in replicas.items()}
-        assert site.fewest == least
+    async with Load(release, await release.client("load-upgrade", {"app": "load"}), 3, TOKENS) as load:
         await load.more(3)
-    await load.finish()
+        changed = {"image": {"tag": "next"}, "config": {"log": {"level": "debug"}}}
+        for docs in (render(helm, changed, before), before):
+            names = {pod.name: pod for pod in release.pods.values()}
+            await site.apply(docs)
+            assert not [pod for pod in release.pods.values() if names.get(pod.name) is pod]
+            replicas = {doc["metadata"]["name"]: doc["spec"]["replicas"] for doc in site.workloads()}
+            # Of routers never fewer than there are to be, of the rest one less.
+            away = {"rel-twinpool-router": 0}
+            least = {name: count - away.get(name, 1) for name, count in replicas.items()}
+            assert site.fewest == least
+            await load.more(3)
+        await load.finish()
     resumed = load.check(oracle(checkpoint))
     print(f"{load.count()} streams, {resumed} resumed")
     assert all(code == 0 for pod in release.gone for code in pod.codes.values())
@@ -177,16 +175,15 @@ async def test_an_upgrade_and_its_rollback_lose_no_stream(
 
 async def test_budgets_let_one_pod_of_a_pool_leave_at_a_time(site: Controllers, checkpoint: Path) -> None:
     release = site.release
-    load = Load(release, await release.client("load-evict", {"app": "load"}), 2, TOKENS)
-    load.start()
-    await load.more(2)
-    for component in ("decode", "router"):
-        first, second = release.of(component)
-        assert await site.evict(first)
-        assert not await site.evict(second)
-        await release.ready(release.of(component))
-        assert site.may_leave(second)
-    await load.more(2)
-    await load.finish()
+    async with Load(release, await release.client("load-evict", {"app": "load"}), 2, TOKENS) as load:
+        await load.more(2)
+        for component in ("decode", "router"):
+            first, second = release.of(component)
+            assert await site.evict(first)
+            assert not await site.evict(second)
+            await release.ready(release.of(component))
+            assert site.may_leave(second)
+        await load.more(2)
+        await load.finish()
     load.check(oracle(checkpoint))
     await at_rest(release)
