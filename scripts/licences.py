@@ -25,6 +25,7 @@ ALLOWED: Final = {
     "cc0-1.0",
     "isc",
     "mit",
+    "mit-0",
     "mpl-2.0",
     "psf-2.0",
     "zlib",

@@ -46,7 +46,10 @@ def pool_config(config: TwinpoolConfig, pool: str) -> TwinpoolConfig:
         data["model"]["name"] = ""
     data["worker"]["pool"] = pool
     data["pools"] |= {name: getattr(own, name) for name in PoolKeys.model_fields} | {"further": {}}
-    return type(config).model_validate(data)
+    # ``config`` may be one that follows what is applied; and its class is made with this module's help.
+    from twinpool.config.model import TwinpoolConfig
+
+    return TwinpoolConfig.model_validate(data)
 
 
 def served_pools(config: TwinpoolConfig) -> list[str]:
