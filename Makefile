@@ -24,10 +24,9 @@ demo: $(STAMP) ## Start a cluster, ask it three questions, stop it
 
 test: $(STAMP) ctest ## All tests of the fast tiers
 	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/scenario tests/chart
-	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/integration tests/faults/test_soak.py \
-	  tests/faults/test_store_away.py::test_away_for_less_than_a_lease \
-	  tests/faults/test_store_away.py::test_restarted_with_and_without_what_it_held \
-	  tests/faults/test_chaos.py
+	$(PY) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/faults/test_chaos.py tests/integration \
+	  tests/faults/test_soak.py tests/faults/test_store_away.py::test_away_for_less_than_a_lease \
+	  tests/faults/test_store_away.py::test_restarted_with_and_without_what_it_held
 
 test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow ones included
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario tests/chart
