@@ -7,24 +7,21 @@ and however often, and the reconciler counts a worker by its new role from that 
 (``scaled``) are those of the end: flips that were under way by then change nothing of them any more.
 """
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Final
 
-from twinpool.control.flips import RETRY_SECONDS, ROLES
+from twinpool.control.flips import ROLES
 from twinpool.control.operations import Operations
+from twinpool.control.patience import patiently
 from twinpool.control.reconcile.spec import PoolSpecs, desired, resized
 from twinpool.errors import TwinpoolError
-from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
 
 _WRITTEN: Final = "write"
 
 Change = Callable[[pb.PoolSpec, pb.Operation, Collection[str], str], pb.PoolSpec]
 """``counted`` or ``taken_back``."""
-
-log = get_logger(__name__)
 
 
 class FlipCounts:
@@ -67,19 +64,11 @@ class FlipCounts:
         if pool not in self._pools:
             return
         key = self._specs.key(pool)
-        while True:
-            try:
-                await self._specs.change(
-                    pool, lambda record: change(record, operation, self._names(pool), key)
-                )
-                return
-            except TwinpoolError as error:
-                if error.reason != "STORE_UNAVAILABLE":
-                    raise
-                log.warning("flip_waits", operation=operation.id, reason=error.reason)
-                if operation.steps:
-                    operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
-                await asyncio.sleep(RETRY_SECONDS)
+
+        def changed(record: pb.PoolSpec) -> pb.PoolSpec:
+            return change(record, operation, self._names(pool), key)
+
+        await patiently(operation, lambda: self._specs.change(pool, changed), "flip_waits")
 
 
 def counted(

@@ -17,8 +17,9 @@ from typing import Final
 import grpc.aio
 
 from twinpool.config import TwinpoolConfig
-from twinpool.control.flips import RETRY_SECONDS, FlipSteps, check_flip
+from twinpool.control.flips import FlipSteps, check_flip
 from twinpool.control.leaves import LeaveSteps, Pools
+from twinpool.control.patience import patiently
 from twinpool.control.view import ClusterView
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.logs import get_logger
@@ -322,15 +323,7 @@ class Operations:
         self, operation: pb.Operation, write: Callable[[], object], event: str = "operation_not_recorded"
     ) -> None:
         """Writes to etcd, however long it is away."""
-        while True:
-            try:
-                await asyncio.to_thread(write)
-                return
-            except TwinpoolError as error:
-                log.warning(event, operation=operation.id, reason=error.reason)
-                if operation.steps:
-                    operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
-                await asyncio.sleep(RETRY_SECONDS)
+        await patiently(operation, partial(asyncio.to_thread, write), event, passes=lambda _: True)
 
     async def _tidy(self) -> None:
         """Forgets the oldest of what has ended, but for what is needed yet."""

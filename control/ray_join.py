@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from twinpool import logs
 from twinpool.config import PoolKeys, TwinpoolConfig, pool_keys, pool_names
 from twinpool.control.reconcile.plan import ROLES
 
@@ -65,6 +66,7 @@ class RayJoin:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_AWAY_SECONDS))
         import ray
 
+        logs.adopt("ray")
         # Its notes on threads and tokens are for people who started Ray themselves.
         logging.getLogger("ray").setLevel(logging.ERROR)
         pools = self._config.pools

@@ -18,21 +18,18 @@ from typing import Final
 from twinpool.config import TwinpoolConfig
 from twinpool.control.events import EventLog
 from twinpool.control.flip_counts import scaled
-from twinpool.control.flips import RETRY_SECONDS
 from twinpool.control.leaves import LEAVE_SECONDS
 from twinpool.control.operations import Operations
+from twinpool.control.patience import is_away, patiently
 from twinpool.control.pool_set import PoolSet
 from twinpool.control.reconcile.loop import Reconciler
 from twinpool.control.reconcile.plan import ROLES
 from twinpool.control.reconcile.spec import PoolSpecs, desired
 from twinpool.errors import TwinpoolError
-from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
 
 CHECK_SECONDS: Final = 0.05
 """Time between two looks whether the pool is what it shall be."""
-
-log = get_logger(__name__)
 
 
 class Scaling:
@@ -116,19 +113,18 @@ class Scaling:
         return operation
 
     async def _write(self, operation: pb.Operation) -> None:
-        while True:
-            try:
-                before = self._specs.get(operation.pool).generation
-                spec = await self._specs.change(operation.pool, partial(self._scaled, operation))
-                # Who wants so many workers wants them to work: places that were kept empty are filled.
-                await self._operations.release(operation.pool, operation.id)
-                break
-            except TwinpoolError as error:
-                if error.reason != "STORE_UNAVAILABLE" or _late(operation):
-                    raise
-                log.warning("scale_waits", operation=operation.id, reason=error.reason)
-                operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
-                await asyncio.sleep(RETRY_SECONDS)
+        before = self._specs.get(operation.pool).generation
+
+        async def write() -> pb.PoolSpec:
+            spec = await self._specs.change(operation.pool, partial(self._scaled, operation))
+            # Who wants so many workers wants them to work: places that were kept empty are filled.
+            await self._operations.release(operation.pool, operation.id)
+            return spec
+
+        def passes(error: TwinpoolError) -> bool:
+            return is_away(error) and not _late(operation)
+
+        spec = await patiently(operation, write, "scale_waits", passes)
         if spec.generation != before:
             text = f"{operation.prefill} prefill and {operation.decode} decode workers are wanted"
             self._events.record(

@@ -92,7 +92,19 @@ def setup(level: str = "info", json: bool | None = None, stream: TextIO | None =
         )
     )
     logging.getLogger().handlers[:] = [handler]
+    for name in _STDLIB_MIN_LEVEL:
+        adopt(name)
     set_level(level)
+
+
+def adopt(library: str) -> None:
+    """Takes the handlers of a library's logger away, so that what it logs goes the same way as all else.
+
+    Ray puts one up when it is imported: whoever imports it after :func:`setup` calls this then.
+    """
+    logger = logging.getLogger(library)
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 def set_level(level: str) -> None:

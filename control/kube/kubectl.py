@@ -66,9 +66,15 @@ class Kubectl:
 
     def run(self, *arguments: str, stdin: str | None = None) -> str:
         """What it prints. Raises TwinpoolError with what it says on stderr."""
+        done = self._ask(*arguments, stdin=stdin)
+        if done.returncode:
+            raise said(done.stderr, arguments)
+        return done.stdout
+
+    def _ask(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         command = self.command(f"--request-timeout={REQUEST_SECONDS}s", *arguments)
         try:
-            done = subprocess.run(
+            return subprocess.run(
                 command,
                 input=stdin,
                 stdin=subprocess.DEVNULL if stdin is None else None,
@@ -81,9 +87,6 @@ class Kubectl:
             raise TwinpoolError(
                 "KUBE_UNREACHABLE", f"kubectl {arguments[0]} took more than {CALL_SECONDS:g} s"
             ) from error
-        if done.returncode:
-            raise said(done.stderr, arguments)
-        return done.stdout
 
     def get(self, kind: str, *arguments: str) -> list[dict[str, Any]]:
         """The objects of a kind. Raises TwinpoolError."""
@@ -94,22 +97,7 @@ class Kubectl:
     def can(self, verb: str, resource: str, *arguments: str) -> bool:
         """Whether the user may do it. Raises TwinpoolError if that is not to be known."""
         # It ends with 1 for "no", which is no failure.
-        command = self.command(
-            f"--request-timeout={REQUEST_SECONDS}s", "auth", "can-i", verb, resource, *arguments
-        )
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=CALL_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TwinpoolError(
-                "KUBE_UNREACHABLE", f"kubectl auth can-i took more than {CALL_SECONDS:g} s"
-            ) from error
+        done = self._ask("auth", "can-i", verb, resource, *arguments)
         answer = done.stdout.strip().partition(" ")[0]
         if answer not in ("yes", "no"):
             raise said(done.stderr, ("auth", "can-i", verb, resource))

@@ -13,28 +13,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from twinpool.control.patience import patiently
 from twinpool.control.rebalance.loop import RebalanceLoop
 from twinpool.control.rebalance.plan import ROLE_NAMES, Flip, Plan, plan_split
 from twinpool.control.rebalance.ports import Mover, Specs
 from twinpool.control.rebalance.split import Split
 from twinpool.control.rebalance.telemetry import ROLES, Telemetry, WorkerLoad
 from twinpool.errors import TwinpoolError
-from twinpool.logs import get_logger
 from twinpool.v1 import control_pb2 as pb
 
 READY_SECONDS: Final = 45.0
 """How long, beyond the time for a worker's requests, a worker that can change its role is waited for."""
 
-RETRY_SECONDS: Final = 1.0
-"""Time between two tries to begin a child while etcd is away."""
 
 LOOK_SECONDS: Final = 0.1
 """Time between two looks at a child operation."""
 
 REASON_CHARS: Final = 256
 """Longest reason that an operation's record keeps."""
-
-log = get_logger(__name__)
 
 _STATES: Final = {pb.WORKER_STATE_READY: "ready", pb.WORKER_STATE_DRAINING: "draining"}
 
@@ -200,7 +196,7 @@ class RebalanceDesk:
             begin = partial(
                 self._mover.flip, flip.worker, flip.to, reason, parent=operation.id, seconds=seconds
             )
-            await _patiently(operation, begin)
+            await patiently(operation, begin, "rebalance_waits")
 
     async def _next(self, operation: pb.Operation, wanted: Split) -> Plan:
         """The plan as it is once no flip is under way: no more is needed, or a worker can change its role. Raises what a flip failed
@@ -239,7 +235,7 @@ class RebalanceDesk:
             operation.reason,
             parent=operation.id,
         )
-        child = await _patiently(operation, begin)
+        child = await patiently(operation, begin, "rebalance_waits")
         ended = await self._ended(child)
         if ended.state == pb.OPERATION_STATE_FAILED:
             raise _failure(ended)
@@ -250,20 +246,6 @@ class RebalanceDesk:
             if found.state != pb.OPERATION_STATE_RUNNING:
                 return found
             await asyncio.sleep(LOOK_SECONDS)
-
-
-async def _patiently(operation: pb.Operation, begin: Callable[[], Awaitable[str]]) -> str:
-    """Begins a child, however long etcd is away; its id. Raises what refuses it."""
-    while True:
-        try:
-            return await begin()
-        except TwinpoolError as error:
-            if error.reason != "STORE_UNAVAILABLE":
-                raise
-            log.warning("rebalance_waits", operation=operation.id, reason=error.reason)
-            if operation.steps:
-                operation.steps[-1].detail = f"etcd cannot be written: {error.reason}"
-            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _failure(operation: pb.Operation) -> TwinpoolError:

@@ -13,8 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ import psutil
 from tests.support.chart import ROOT, workloads
 from tests.support.kuberay import head_service
 from tests.support.manifests import Manifests
-from tests.support.pods import STOP_SECONDS
+from tests.support.pods import STOP_SECONDS, PodBase
 
 Doc = dict[str, Any]
 NAMESPACE: Final = "ns"
@@ -78,26 +78,11 @@ def _run(*command: str) -> str:
 
 
 @dataclass
-class NetPod:
-    """A pod, and the processes of its containers by name."""
+class NetPod(PodBase):
+    """One with a network namespace, ``net``. ``volumes``: directories by the names of volumes."""
 
-    name: str
-    ip: str
     net: str
-    labels: Mapping[str, str]
-    spec: Doc
     volumes: dict[str, Path]
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-
-    @property
-    def component(self) -> str:
-        """The part that it plays."""
-        return self.labels["app.kubernetes.io/component"]
-
-    def container(self, name: str = "") -> Doc:
-        """A container; the first one if it is not named."""
-        found: list[Doc] = [*self.spec.get("initContainers", []), *self.spec["containers"]]
-        return next(one for one in found if one["name"] == name) if name else self.spec["containers"][0]
 
 
 class NetWorld:
@@ -171,7 +156,7 @@ class NetWorld:
                     os.chown(path, group, group)
             volumes[volume["name"]] = place
         labels = template["metadata"]["labels"]
-        self.pods[name] = NetPod(name, f"{_NET}.{number}", net, labels, template["spec"], volumes)
+        self.pods[name] = NetPod(name, f"{_NET}.{number}", labels, template["spec"], net, volumes)
 
     def _hosts(self) -> str:
         lines = ["127.0.0.1 localhost"]

@@ -6,7 +6,6 @@ process is told keeps its form: only paths of mounts, the names of services and 
 """
 
 import asyncio
-import base64
 import os
 import re
 import shutil
@@ -21,9 +20,8 @@ from typing import Any, Final
 import psutil
 
 from tests.support.chart import workloads
+from tests.support.manifests import Doc, Files, Manifests
 
-Doc = dict[str, Any]
-Files = Mapping[str, bytes]
 NAMESPACE: Final = "ns"
 STOP_SECONDS: Final = 60.0
 _ROOT: Final = os.environ.get("TWINPOOL_ROOTFS", "")
@@ -35,16 +33,14 @@ ADDRESSES: Final = tuple(f"127.{1 + (_NUMBER >> 8) % 254}.{_NUMBER % 256}.{last}
 
 
 @dataclass
-class Pod:
+class PodBase:
     """A pod, and the processes of its containers by name."""
 
     name: str
     ip: str
     labels: Mapping[str, str]
-    doc: Doc
     spec: Doc
-    mounts: dict[str, Path]
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
 
     @property
     def component(self) -> str:
@@ -57,6 +53,14 @@ class Pod:
         return next(one for one in found if one["name"] == name) if name else self.spec["containers"][0]
 
 
+@dataclass
+class Pod(PodBase):
+    """One on a loopback address. ``doc``: its workload; ``mounts``: directories by the paths in its containers."""
+
+    doc: Doc
+    mounts: dict[str, Path]
+
+
 class World:
     """The pods of a release: all of a StatefulSet, one of a Deployment. Use as a context manager: at its end nothing is left."""
 
@@ -64,7 +68,7 @@ class World:
         """``secrets``: those that somebody else makes."""
         self.docs = docs
         self.directory = directory
-        self._secrets = dict(secrets)
+        self._manifests = Manifests(docs, secrets)
         self.pods: dict[str, Pod] = {}
         for doc, template in workloads(docs):
             members = doc["spec"].get("replicas", 1) if doc["kind"] == "StatefulSet" else 1
@@ -108,40 +112,17 @@ class World:
         for volume in (*sources, *claims):
             place = home / volume
             place.mkdir(parents=True)
-            for file, content in self._content(sources.get(volume, {})).items():
+            for file, content in self._manifests.content(sources.get(volume, {})).items():
                 (place / file).write_bytes(content)
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
             for mount in container.get("volumeMounts", []):
                 mounts[mount["mountPath"]] = home / mount["name"]
         ip = ADDRESSES[len(self.pods)]
-        self.pods[name] = Pod(name, ip, template["metadata"]["labels"], doc, spec, mounts)
-
-    def _content(self, volume: Doc) -> Files:
-        if "configMap" in volume:
-            data = self._find("ConfigMap", volume["configMap"]["name"])["data"]
-            return {name: text.encode() for name, text in data.items()}
-        if "secret" in volume:
-            source = volume["secret"]
-            found = self.secret(source["secretName"])
-            chosen = source.get("items") or [{"key": key, "path": key} for key in found]
-            return {item["path"]: found[item["key"]] for item in chosen}
-        return {}
-
-    def secret(self, name: str) -> Files:
-        """The content of a Secret."""
-        if name in self._secrets:
-            return self._secrets[name]
-        doc = self._find("Secret", name)
-        coded = {key: base64.b64decode(value) for key, value in doc.get("data", {}).items()}
-        return coded | {key: value.encode() for key, value in doc.get("stringData", {}).items()}
+        self.pods[name] = Pod(name, ip, template["metadata"]["labels"], spec, doc, mounts)
 
     def set_secret(self, name: str, content: Files) -> None:
         """What processes that start from now on get of a Secret in their environment."""
-        self._secrets[name] = content
-
-    def _find(self, kind: str, name: str) -> Doc:
-        (found,) = (doc for doc in self.docs if doc["kind"] == kind and doc["metadata"]["name"] == name)
-        return found
+        self._manifests.set_secret(name, content)
 
     def _names(self) -> dict[str, str]:
         """Names in DNS to addresses: of services, and of pods below them."""
@@ -169,26 +150,13 @@ class World:
     def environment(self, pod: Pod, container: Doc) -> dict[str, str]:
         """The variables of a container, as Kubernetes makes them."""
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
-        for entry in container.get("env", []):
-            if "value" in entry:
-                value = re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], entry["value"])
-                env[entry["name"]] = self.translate(pod, value)
-            elif "fieldRef" in entry["valueFrom"]:
-                env[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-            else:
-                reference = entry["valueFrom"]["secretKeyRef"]
-                env[entry["name"]] = self.secret(reference["name"])[reference["key"]].decode()
-        return env
+        base = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
+        return self._manifests.environment(container, base, fields, lambda text: self.translate(pod, text))
 
     def command(self, pod: Pod, container: Doc) -> list[str]:
         """What a container runs; the image's own command is `twinpool`."""
-        env = self.environment(pod, container)
-        words = [*container.get("command", ["twinpool"]), *container.get("args", [])]
-        return [
-            self.translate(pod, re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word))
-            for word in words
-        ]
+        words = Manifests.command(container, self.environment(pod, container))
+        return [self.translate(pod, word) for word in words]
 
     # --- life
 

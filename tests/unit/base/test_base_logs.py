@@ -57,9 +57,27 @@ def test_levels_filter_and_chatty_libraries_are_quiet() -> None:
     out = io.StringIO()
     logs.setup("info", json=True, stream=out)
     logs.get_logger("a").debug("hidden")
-    logging.getLogger("grpc.channel").info("chatter")
-    logging.getLogger("grpc.channel").error("problem")
+    logging.getLogger("ray.worker").info("chatter")
+    logging.getLogger("ray.worker").error("problem")
     assert [line["event"] for line in lines(out)] == ["problem"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_library_with_a_handler_of_its_own_takes_the_same_way(late: bool) -> None:
+    own, out = io.StringIO(), io.StringIO()
+    if late:
+        logs.setup("info", json=True, stream=out)
+    # As Ray does when it is imported.
+    logger = logging.getLogger("ray")
+    logger.propagate = False
+    logger.addHandler(logging.StreamHandler(own))
+    if late:
+        logs.adopt("ray")
+    else:
+        logs.setup("info", json=True, stream=out)
+    logging.getLogger("ray.worker").error("problem")
+    assert [line["event"] for line in lines(out)] == ["problem"]
+    assert not own.getvalue()
 
 
 @pytest.mark.parametrize("field", ["prompt", "token_ids", "password", "messages", "stop_strings"])

@@ -8,7 +8,7 @@ import pytest
 from tests.support.waiting import until
 from tests.unit.control.rebalancing import SETTINGS, pool, spec, telemetry
 from tests.unit.control.rebalancing_pool import Pool, desk_of, loop_of
-from twinpool.control.rebalance import desk as desk_module
+from twinpool.control import patience
 from twinpool.control.rebalance.history import History
 from twinpool.control.rebalance.loop import RebalanceLoop, move_of
 from twinpool.control.rebalance.plan import plan_split
@@ -288,7 +288,7 @@ async def test_workers_that_are_not_fit_for_a_moment_are_waited_for_not_replaced
 
 
 async def test_etcd_away_is_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.01)
     around = Pool(at_once=True)
     desk = desk_of(around, loop_of(around))
     await desk.rebalance(pb.RebalancePoolRequest(prefill=5, decode=2), None)
