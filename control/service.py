@@ -119,6 +119,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> control_pb2.FlipWorkerResponse:
         """See ``Operations.begin``."""
+        self._check(changes=True)
         kind, seconds = control_pb2.OPERATION_KIND_FLIP, _seconds(request)
         operation = await self._operations.begin(
             kind, request.worker, seconds, request.role, force=request.force

@@ -6,19 +6,24 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from tests.support.controls import TTL_SECONDS, Control
 from tests.support.thread_pools import Site
 from tests.support.waiting import until, until_told
-from twinpool.config import TwinpoolConfig
+from twinpool.config import RpcConfig, TwinpoolConfig
 from twinpool.control.cli.calls import ask
 from twinpool.control.events import REASONS, Filter
 from twinpool.control.reconcile.spec import configured, resized
-from twinpool.errors import TwinpoolError
+from twinpool.errors import TwinpoolError, from_rpc_error
+from twinpool.rpc import channel
+from twinpool.rpc.audit import METHODS
 from twinpool.store import Keys, Store, StoreServer, connect_store
 from twinpool.v1 import control_pb2 as pb
 from twinpool.v1 import control_pb2_grpc
+
+SERVICE = "ControlService/"
 
 READY = pb.REPLICA_PHASE_READY
 
@@ -243,6 +248,18 @@ async def test_who_comes_after_ends_a_scale_where_the_last_one_was(
         assert sorted(site.started) == sorted(site.workers)
 
 
+async def answer_of(endpoint: str, method: str) -> str:
+    """The reason for which a method is refused; "": it is not."""
+    name = method.removeprefix(SERVICE)
+    async with channel(endpoint, RpcConfig()) as connection:
+        call = getattr(control_pb2_grpc.ControlServiceStub(connection), name)
+        try:
+            await call(getattr(pb, f"{name}Request")(), timeout=30)
+        except grpc.RpcError as error:
+            return from_rpc_error(error).reason
+    return ""
+
+
 async def test_one_leads_and_the_other_takes_over_when_it_dies(server: StoreServer, site: Site) -> None:
     first = await Control(server, site).start()
     second = await Control(server, site).start(leads=False)
@@ -263,6 +280,11 @@ async def test_one_leads_and_the_other_takes_over_when_it_dies(server: StoreServ
         await until(lambda: refused().metadata)
         assert refused().reason == "NOT_LEADER"
         assert refused().metadata == {"leader": first.controller.endpoint}
+        changing = [name for name, each in METHODS.items() if each.changes and name.startswith(SERVICE)]
+        assert "ControlService/FlipWorker" in changing
+        assert {name: await answer_of(endpoint, name) for name in changing} == dict.fromkeys(
+            changing, "NOT_LEADER"
+        )
         answer = await ask(endpoint, pools_of)  # type: ignore[arg-type]
         assert [pool.spec.pool for pool in answer.pools] == ["default"]
         # It dies in the middle of a scale that cannot end yet.
