@@ -36,6 +36,9 @@ class _Case:
     demand: Mapping[Role, float]
     split: Split
     """Workers that serve; those under way count where they go."""
+    wanted: Split
+    """Workers that the pool's record asks for: those that start or are unfit for work, too. What a scale is reckoned from, since
+    it would otherwise take away those that come back."""
 
     def used(self, role: Role, split: Split) -> float:
         return utilisation(self.demand[role], split.of(role))
@@ -97,7 +100,8 @@ class Policy:
             for role in sorted(ROLES, key=lambda each: case.used(each, case.split)):
                 fewer = case.split.added(role, -1)
                 least, _ = bounds(case.spec, role)
-                if fewer.of(role) >= least and case.used(role, fewer) <= settings.utilisation_low:
+                kept = case.wanted.of(role) > least and fewer.of(role) >= 1
+                if kept and case.used(role, fewer) <= settings.utilisation_low:
                     return _FEWER[role]
         return None
 
@@ -216,12 +220,12 @@ class Policy:
     # --- scale ----------------------------------------------------------------------------
 
     def _scale_up(self, case: _Case, role: Role, instead: Decision) -> Decision:
-        target = case.split.added(role, 1)
-        if case.telemetry.count(role) > case.split.of(role):
+        target = case.wanted.added(role, 1)
+        if max(case.telemetry.count(role), case.wanted.of(role)) > case.split.of(role):
             return replace(instead, reason="Starting", message=f"{instead.message}; a {role} worker starts")
         if not within(case.spec, target):
             return replace(instead, reason="AtBounds", message=f"{instead.message}; the pool may not grow")
-        effect = self._effect(case, target, case.split, 0.0)
+        effect = self._effect(case, case.split.added(role, 1), case.split, 0.0)
         return Decision(
             "scale", "Grow", f"{instead.message}; one {role} worker more", target=target, effect=effect
         )
@@ -230,11 +234,10 @@ class Policy:
         held = self._held_back(case, wish, self.settings.horizon_seconds)
         if held is not None:
             return held
-        target = case.split.added(role, -1)
-        what = f"{self._describe(case)}; {role} would be at {_percent(case.used(role, target))} with a worker fewer"
-        return Decision(
-            "scale", "Shrink", what, target=target, effect=self._effect(case, target, target, 0.0)
-        )
+        after = case.split.added(role, -1)
+        what = f"{self._describe(case)}; {role} would be at {_percent(case.used(role, after))} with a worker fewer"
+        target = case.wanted.added(role, -1)
+        return Decision("scale", "Shrink", what, target=target, effect=self._effect(case, after, after, 0.0))
 
     def _describe(self, case: _Case) -> str:
         telemetry, split = case.telemetry, case.split
@@ -254,7 +257,10 @@ def _case(telemetry: Telemetry, spec: PoolSpec, history: History, now: float) ->
             counts[leaving[worker.name]] += 1
         elif worker.serving:
             counts[worker.role] += 1
-    return _Case(telemetry, spec, history, now, demand, Split(counts["prefill"], counts["decode"]))
+    split = Split(counts["prefill"], counts["decode"])
+    # A pool whose workers somebody else starts has no numbers in its record.
+    wanted = Split(spec.prefill.desired or split.prefill, spec.decode.desired or split.decode)
+    return _Case(telemetry, spec, history, now, demand, split, wanted)
 
 
 def _keeps_least(case: _Case, giver: Role) -> bool:

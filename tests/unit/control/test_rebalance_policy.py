@@ -155,6 +155,22 @@ def test_scales_only_if_it_may() -> None:
     assert asking(scaling, telemetry(0.5, 0.5, pool(4, 4)), spec(least=4)).reason == "Balanced"
 
 
+def test_a_scale_is_reckoned_from_what_the_pool_is_to_have() -> None:
+    """Workers that start, or are unfit for work at the moment, are neither taken away nor started twice."""
+    scaling = Policy(SETTINGS.model_copy(update={"scale": True}))
+    bounds = spec(most=9)
+    bounds.prefill.desired, bounds.decode.desired = 4, 6
+    busy = telemetry(4.4, 4.4, pool(4, 4))
+    grown = asking(scaling, busy, bounds)
+    assert (grown.reason, grown.target) == ("Grow", Split(5, 6))
+    waiting = asking(scaling, telemetry(4.4, 4.6, pool(4, 4)), bounds)
+    assert (waiting.kind, waiting.reason) == ("nothing", "Starting")
+    fewer = asking(scaling, telemetry(0.5, 2.5, pool(4, 4)), bounds)
+    assert (fewer.reason, fewer.target) == ("Shrink", Split(3, 6))
+    bounds.prefill.least = 4
+    assert asking(scaling, telemetry(0.5, 1.5, pool(4, 4)), bounds).target == Split(4, 5)
+
+
 def test_reversals_are_counted_without_flips_that_failed() -> None:
     moves = [
         Move("a", "prefill", 0.0, 1.0),
