@@ -218,10 +218,8 @@ class RebalanceDesk:
 
     async def _await_flips(self, operation: pb.Operation) -> None:
         """Waits for the children that run. Raises what one of them failed with."""
-        for child in [each for each in self._mover.all() if each.parent == operation.id]:
-            ended = await self._ended(child.id)
-            if ended.state == pb.OPERATION_STATE_FAILED:
-                raise _failure(ended)
+        for child in self._children(operation, pb.OPERATION_KIND_FLIP):
+            await self._ends_well(child)
 
     async def _scale(self, operation: pb.Operation) -> None:
         plan = operation.plan
@@ -235,17 +233,19 @@ class RebalanceDesk:
             operation.reason,
             parent=operation.id,
         )
-        child = await patiently(operation, begin, "rebalance_waits")
-        ended = await self._ended(child)
-        if ended.state == pb.OPERATION_STATE_FAILED:
-            raise _failure(ended)
+        # One that a control process began that is no more is this one's.
+        begun = self._children(operation, pb.OPERATION_KIND_SCALE)
+        await self._ends_well(begun[0] if begun else await patiently(operation, begin, "rebalance_waits"))
 
-    async def _ended(self, name: str) -> pb.Operation:
-        while True:
-            found = self._mover.get(name)
-            if found.state != pb.OPERATION_STATE_RUNNING:
-                return found
+    def _children(self, operation: pb.Operation, kind: "pb.OperationKind.ValueType") -> list[str]:
+        return [each.id for each in self._mover.all() if (each.parent, each.kind) == (operation.id, kind)]
+
+    async def _ends_well(self, child: str) -> None:
+        """Waits for its end. Raises what it failed with."""
+        while (found := self._mover.get(child)).state == pb.OPERATION_STATE_RUNNING:
             await asyncio.sleep(LOOK_SECONDS)
+        if found.state == pb.OPERATION_STATE_FAILED:
+            raise _failure(found)
 
 
 def _failure(operation: pb.Operation) -> TwinpoolError:

@@ -235,6 +235,9 @@ async def test_an_operation_flips_one_after_the_other_then_scales() -> None:
     assert (flip.kind, flip.parent) == (pb.OPERATION_KIND_FLIP, operation.id)
     assert (scale.kind, scale.plan.prefill, scale.plan.decode) == (pb.OPERATION_KIND_SCALE, 5, 2)
     assert around.count("prefill") == 4
+    # Whoever leads after one that died before it could note that the scale is done finds it.
+    await desk.steps["scale"](operation)
+    assert len(around.operations) == 3
 
 
 async def test_an_operation_that_is_resumed_goes_on_with_the_flip_that_runs() -> None:
