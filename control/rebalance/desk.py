@@ -242,10 +242,13 @@ class RebalanceDesk:
 
     async def _ends_well(self, child: str) -> None:
         """Waits for its end. Raises what it failed with."""
-        while (found := self._mover.get(child)).state == pb.OPERATION_STATE_RUNNING:
+        while True:
+            found = self._mover.get(child)
+            if found.state == pb.OPERATION_STATE_FAILED:
+                raise _failure(found)
+            if found.state != pb.OPERATION_STATE_RUNNING:
+                return
             await asyncio.sleep(LOOK_SECONDS)
-        if found.state == pb.OPERATION_STATE_FAILED:
-            raise _failure(found)
 
 
 def _failure(operation: pb.Operation) -> TwinpoolError:

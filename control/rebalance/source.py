@@ -134,6 +134,8 @@ class _Sums:
     finished: float = 0.0
     output: float = 0.0
     ended: float = 0.0
+    came: int = 0
+    came_tokens: int = 0
     at: float = 0.0
     before: dict[tuple[str, int], tuple[int, int, int]] = field(default_factory=dict)
 
@@ -162,11 +164,14 @@ class OverviewSource:
             for amounts in zip(*(_queue(one, pool, share) for one in routers), strict=True)
         )
         waiting = sum(one.counts.waiting_prefill_tokens for one in workers if one.reachable)
+        # What ends is known a minute late, and what waits on a worker that is out of reach is not: what has come stays.
+        sums.came = max(sums.came, round(sums.ended) + queued + running)
+        sums.came_tokens = max(sums.came_tokens, sums.query + queued_tokens + waiting)
         return Sample(
             at,
             tuple(_worker(one) for one in workers),
-            requests=round(sums.ended) + queued + running,
-            prompt_tokens=sums.query + queued_tokens + waiting,
+            requests=sums.came,
+            prompt_tokens=sums.came_tokens,
             prefilled_tokens=sums.query,
             cached_tokens=sums.hit,
             finished=round(sums.finished),

@@ -230,7 +230,8 @@ class WorkerSection(Section):
         default=60.0,
         ge=0,
         le=86400,
-        description="How long a loop may stand still before the worker ends itself, to be started anew, in seconds; 0: it never does.",
+        description="How long a loop may stand still, or the transfer path be broken, before the worker ends itself, to be started anew, "
+        "in seconds; 0: it never does.",
     )
     offer_seconds: float = Field(
         default=5.0,

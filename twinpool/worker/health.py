@@ -9,7 +9,8 @@ What follows from each:
 - A loop stands still for ``worker.hang_seconds``: the worker ends its sessions and takes no new one, so that routers place
   what ran here elsewhere, although gRPC would answer for ever. It takes sessions again once the loop goes on.
 - It stands still for ``worker.give_up_seconds``: the worker ends, for whoever started it to start it anew.
-- The transfer path is broken: new work is refused and the record says so; what runs goes on.
+- The transfer path is broken: new work is refused and the record says so; what runs goes on. If that lasts for
+  ``worker.give_up_seconds`` the worker ends, too: an agent cannot make its link to itself anew.
 - The lease is gone: only the answer to health checks of the process says so. Losing etcd stops nothing.
 """
 
@@ -115,6 +116,8 @@ class Health:
             give_up_seconds=config.give_up_seconds,
             on_given_up=self._give_up,
         )
+        self._give_up_seconds = config.give_up_seconds
+        self._broken_seconds = 0.0
         self._task: asyncio.Task[None] | None = None
         self._shown: tuple[bool, bool, bool] | None = None
         self._draining = self._flipping = False
@@ -182,6 +185,13 @@ class Health:
             self._probe.tick()
             self._judge()
             await self._show()
+            # By turns of this loop: while the process stands still as a whole, nothing has broken.
+            self._broken_seconds += self._watchdog.period_seconds
+            if not self._probe.broken:
+                self._broken_seconds = 0.0
+            if 0 < self._give_up_seconds <= self._broken_seconds:
+                self._on_failed(f"its transfer path stays broken: {self._probe.detail}")
+                return
             await asyncio.sleep(self._watchdog.period_seconds)
 
     async def _show(self) -> None:

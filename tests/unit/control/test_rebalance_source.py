@@ -112,6 +112,24 @@ async def test_a_worker_that_starts_anew_takes_nothing_back() -> None:
     assert sample.prefilled_tokens == 50
 
 
+async def test_what_has_come_stays_when_it_ends_or_is_out_of_reach() -> None:
+    """Of what ends, routers say the last minute: right after a burst less has ended than runs no more."""
+    workers = [seen("p", "prefill", waiting_prefill_tokens=700), seen("d", "decode")]
+    now = [overview(workers, ended=[], running_requests=90)]
+
+    async def ask() -> Overview:
+        return now[0]
+
+    source = OverviewSource(ask)
+    first = await source.sample("default", 100.0)
+    workers[0].reachable = False
+    now[0] = overview(workers, running_requests=0, queued_requests=0, queued_tokens=0)
+    second = await source.sample("default", 101.0)
+    assert first is not None
+    assert second is not None
+    assert (second.requests, second.prompt_tokens) == (first.requests, first.prompt_tokens) == (94, 1100)
+
+
 async def test_whoever_does_not_answer_is_not_fit_and_nobody_is_nothing() -> None:
     workers = [seen("p", "prefill"), seen("q", "prefill", reachable=False), seen("x", "decode", "other")]
 

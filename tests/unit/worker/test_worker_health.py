@@ -269,6 +269,16 @@ async def test_a_loop_that_stands_still_for_too_long_is_the_end_of_the_worker(
         release.set()
 
 
+async def test_a_transfer_path_that_stays_broken_is_the_end_of_the_worker(
+    model: Path, store: StoreServer, seam: Breakable
+) -> None:
+    async with running(model, store, give_up_seconds=2.0) as host:
+        assert seam.broken is not None
+        seam.broken.mode = "refuse"
+        failure = await asyncio.wait_for(host.failure(), WAIT_SECONDS)
+        assert failure.detail.startswith("its transfer path stays broken: ")
+
+
 async def test_a_worker_without_a_lease_is_not_ready_but_serves(
     model: Path, tmp_path: Path, seam: Breakable
 ) -> None:
