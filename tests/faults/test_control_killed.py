@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from tests.support.ray_head import RayHead
 from tests.support.waiting import until, until_told
 from tests.support.worker_client import start_router
 from twinpool.config import ClusterConfig
-from twinpool.store import connect_store, start_store
+from twinpool.store import StoreServer, connect_store, start_store
 from twinpool.v1 import control_pb2 as pb
 
 pytestmark = [
@@ -46,7 +46,7 @@ TOKENS = 30
 class Killed(Scaled):
     """A site whose control processes end where the file ``kill`` says."""
 
-    etcd: int = 0
+    etcd: StoreServer = field(init=False)
 
     @property
     def kill(self) -> Path:
@@ -95,7 +95,7 @@ def killed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server = start_store(directory / "store")
     store = connect_store(ClusterConfig(etcd_endpoints=(server.endpoint,)))
     made = Killed(directory, checkpoint, RayHead(short, cpus=CPUS), server.endpoint, store)
-    made.etcd = server.pid
+    made.etcd = server
     made.entry, made.more = ENTRY, {"pools.decode_workers": 2, "cluster.lease_ttl_seconds": 6}
     made.environment = {KILL_VARIABLE: str(made.kill), "PYTHONPATH": str(ROOT)}
     try:
@@ -104,7 +104,7 @@ def killed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         made.end()
         store.close()
-        server.stop()
+        made.etcd.stop()
         shutil.rmtree(short, ignore_errors=True)
 
 
@@ -240,7 +240,7 @@ async def test_etcd_that_stands_still_is_waited_for_and_that_is_said(
     case = case_of(kind, killed)
     async with under_load(killed, seed=911, longest=60, max_tokens=TOKENS, streams=2) as load:  # type: ignore[arg-type]
         await load.more(2)
-        arm(killed.kill, kind, step, "begun", killed.etcd, signal.SIGSTOP)
+        arm(killed.kill, kind, step, "begun", killed.etcd.pid, signal.SIGSTOP)
         try:
             await killed.command(*case.command, "-o", "json", control=leader)
             await until(lambda: not killed.kill.exists(), LONG_WAIT)
@@ -255,7 +255,35 @@ async def test_etcd_that_stands_still_is_waited_for_and_that_is_said(
             # Nobody who asks for an answer notices.
             await load.more(2)
         finally:
-            os.kill(killed.etcd, signal.SIGCONT)
+            os.kill(killed.etcd.pid, signal.SIGCONT)
+        begun = killed.new(kind, known)
+        assert begun is not None
+        await until(lambda: killed.operation(begun.id).state != pb.OPERATION_STATE_RUNNING, LONG_WAIT)
+        await load.more(2)
+    found = killed.operation(begun.id)
+    assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
+    assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
+    await until(lambda: (killed.wanted(), killed.there()) == (case.wanted, case.there), LONG_WAIT)
+    await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"), [("flip", "drain"), ("scale", "converge"), ("rebalance", "flip"), ("restart", "end")]
+)
+async def test_etcd_that_is_killed_and_comes_back_with_what_it_held(
+    killed: Killed, kind: str, step: str
+) -> None:
+    leader, known = await killed.leads(), {op.id for op in killed.operations()}
+    case = case_of(kind, killed)
+    async with under_load(killed, seed=917, longest=60, max_tokens=TOKENS, streams=2) as load:  # type: ignore[arg-type]
+        await load.more(2)
+        arm(killed.kill, kind, step, "begun", killed.etcd.pid)
+        await killed.command(*case.command, "-o", "json", control=leader)
+        await until(lambda: killed.etcd.process.poll() is not None, LONG_WAIT)
+        # Nobody who asks for an answer notices.
+        await load.more(2)
+        port = int(killed.etcd.endpoint.rpartition(":")[2])
+        killed.etcd = await asyncio.to_thread(start_store, killed.directory / "store", port=port)
         begun = killed.new(kind, known)
         assert begun is not None
         await until(lambda: killed.operation(begun.id).state != pb.OPERATION_STATE_RUNNING, LONG_WAIT)
@@ -283,7 +311,7 @@ async def test_a_worker_that_is_killed_while_it_changes_leaves_a_whole_pool(
 ) -> None:
     """As it was or as it is to be, as the operation says."""
     leader, known = await killed.leads(), {op.id for op in killed.operations()}
-    case, former, names = case_of("flip", killed), killed.wanted(), set(killed.workers())
+    case, former, before = case_of("flip", killed), killed.wanted(), killed.incarnations()
     async with under_load(killed, seed=921, longest=60, max_tokens=TOKENS, streams=2) as load:  # type: ignore[arg-type]
         await load.more(2)
         arm(killed.kill, "flip", step, moment, killed.workers()[case.victim].pid)
@@ -299,7 +327,9 @@ async def test_a_worker_that_is_killed_while_it_changes_leaves_a_whole_pool(
     succeeded = found.state == pb.OPERATION_STATE_SUCCEEDED
     assert succeeded or found.error.startswith("FLIP_FAILED")
     wanted = case.wanted if succeeded else former
+    # The record of the one that was killed is there until its lease ends.
+    await until(lambda: killed.incarnations().get(case.victim, 0) not in (0, before[case.victim]), LONG_WAIT)
     await until(lambda: (killed.wanted(), killed.there()) == (wanted, wanted), LONG_WAIT)
-    assert set(killed.workers()) == names
+    assert set(killed.workers()) == set(before)
     assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
     await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
