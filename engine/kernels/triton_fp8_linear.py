@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twinpool.engine.kernels.triton_launch import device_of, overlap
+from twinpool.engine.kernels.triton_launch import overlap
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -146,7 +146,7 @@ def fp8_linear(hidden: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | Non
         **overlap(hidden),
     }  # fmt: skip
     added = out if bias is None else bias
-    if rows < PACK_ROWS or not (interpreted or device_of(hidden).compute >= (8, 9)):
+    if rows < PACK_ROWS:
         columns, tall = 32 if rows <= 16 else 64, max(16, min(64, triton.next_power_of_2(rows)))
         fp8_linear_kernel[(triton.cdiv(outputs, columns), triton.cdiv(rows, tall))](
             hidden, codes, scales, added, out, rows, ROWS=tall, COLUMNS=columns, num_warps=4, num_stages=4, **shape
