@@ -144,7 +144,9 @@ def _check_forms(checkpoint: Checkpoint, needed: dict[str, Stored], config: Mode
         if stored is None or stored.dtype in expected.dtypes:
             continue
         if stored.dtype.startswith("F8") and not config.float8_weights:
-            raise _wrong(checkpoint, stored, f"has dtype {stored.dtype} and config.json no quantization_config")
+            raise _wrong(
+                checkpoint, stored, f"has dtype {stored.dtype} and config.json no quantization_config"
+            )
         if name + SCALES in needed:
             rest = f"expected {expected.dtypes[0]} by config.json's quantization_config"
             raise _wrong(checkpoint, stored, f"has dtype {stored.dtype}, {rest}")
@@ -203,4 +205,6 @@ def _check_float8(
     largest = torch.finfo(dtype).max / _LARGEST_CODE
     # Written so that a NaN is refused too.
     if not bool(((tensor >= 0) & (tensor.double() <= largest)).all()):
-        raise _wrong(checkpoint, stored, f"holds scales that are not between 0 and {largest:.3g}, as {dtype} needs")
+        raise _wrong(
+            checkpoint, stored, f"holds scales that are not between 0 and {largest:.3g}, as {dtype} needs"
+        )

@@ -20,7 +20,9 @@ def tiny(
     ] = "deepseek_v3",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     shards: Annotated[int, typer.Option(help="Number of safetensors files.", min=1)] = 1,
-    float8: Annotated[bool, typer.Option("--float8", help="Hold the linear layers in float8, as DeepSeek does.")] = False,
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Hold the linear layers' weights in float8, as DeepSeek does.")
+    ] = False,
 ) -> None:
     """Write a random tiny checkpoint in Hugging Face format, for tests."""
     from twinpool.engine.config import FAMILIES, Family

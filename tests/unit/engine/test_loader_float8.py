@@ -103,9 +103,7 @@ def test_a_wrong_tensor_is_named(
     assert f"tensor {tensor}" in str(caught.value)
 
 
-def test_headers_are_checked_before_any_value_is_read(
-    single: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_are_checked_before_any_value_is_read(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit(single, lambda tensors: tensors.pop(SCALE))
     monkeypatch.setattr("twinpool.engine.checkpoint.Checkpoint.read", lambda _: pytest.fail("reads tensors"))
     with pytest.raises(CheckpointError, match="missing"):
@@ -144,7 +142,7 @@ def test_what_later_models_and_transformers_add_changes_nothing(single: Path) ->
 
 def test_float8_tensors_without_a_word_in_config_json(single: Path) -> None:
     configure(single, None)
-    with pytest.raises(CheckpointError, match="has dtype F8_E4M3 and config.json no quantization_config"):
+    with pytest.raises(CheckpointError, match=r"has dtype F8_E4M3 and config\.json no quantization_config"):
         load_model(single)
 
 
@@ -186,7 +184,8 @@ def test_scales_beyond_a_narrow_dtype(single: Path) -> None:
 
 
 def test_scales_in_bfloat16_are_widened(single: Path) -> None:
-    edit(single, lambda tensors: tensors.update({SCALE: tensors[SCALE].bfloat16(), f"{WIDENED}_scale_inv": torch.ones(1, 1).bfloat16()}))  # fmt: skip
+    ones = {f"{WIDENED}_scale_inv": torch.ones(1, 1, dtype=torch.bfloat16)}
+    edit(single, lambda tensors: tensors.update(ones | {SCALE: tensors[SCALE].bfloat16()}))
     found = weights(single)
     stored = load_file(single / SINGLE_FILE)
     assert torch.equal(found["layers.1.mlp.experts.gate_up_scales"][2, 1:], stored[SCALE].float())

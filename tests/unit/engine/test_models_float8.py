@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine_oracle import Oracle, PagedRun, random_prompts
-from float8_oracle import read_all, widen, write_widened
 
+from tests.support.float8 import read_all, widen, write_widened
 from twinpool.engine.config import FAMILIES, Family
 from twinpool.engine.fingerprint import fingerprint
 from twinpool.engine.kernels import REGISTRY, Kernel, KernelRegistry
@@ -21,7 +21,8 @@ from twinpool.engine.models.packed import PackedLinear
 from twinpool.engine.tiny import write_tiny
 
 LENGTH, NEW_TOKENS = 61, 12
-TOLERANCE = 1e-4  # Logits have a standard deviation of 4; the weights are the same float32 numbers on both sides.
+TOLERANCE = 1e-4
+"""Logits have a standard deviation of 4; the weights are the same float32 numbers on both sides."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ def test_codes_and_scales_stay_as_they_are_and_kv_b_proj_is_widened(checkpoint: 
     assert isinstance(model, PagedDecoder)
     seen = set()
     for slot in model.slots():
-        for name in slot.stored():
-            seen.add(name)
+        seen |= slot.stored().keys()
         tensor = stored[slot.name]
         if slot.form == "widened":
             assert "kv_b_proj" in slot.name
             tensor = widen(tensor, stored[f"{slot.name}_scale_inv"])
         tensor, target = tensor.float(), slot.target.float()
-        assert torch.equal(target, (tensor if slot.rows is None else tensor[slot.rows]).expand_as(target)), slot.name
+        expected = tensor if slot.rows is None else tensor[slot.rows]
+        assert torch.equal(target, expected.expand_as(target)), slot.name
     assert seen == set(stored)
     packed = [name for name in stored if f"{name}_scale_inv" in stored]
     held = sum(p.numel() for p in model.parameters() if p.dtype == torch.float8_e4m3fn)
