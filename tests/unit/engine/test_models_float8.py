@@ -2,7 +2,7 @@
 """Checkpoints with float8 weights against transformers on what the codes stand for: logits and greedy tokens."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from engine_oracle import Oracle, PagedRun, random_prompts
 
 from tests.support.float8 import read_all, widen, write_widened
-from twinpool.engine.config import FAMILIES, Family
+from twinpool.engine.config import FAMILIES, Family, ModelConfig
 from twinpool.engine.fingerprint import fingerprint
-from twinpool.engine.kernels import REGISTRY, Kernel, KernelRegistry
+from twinpool.engine.kernels import REGISTRY, Capability, Kernel, KernelRegistry, Kernels
 from twinpool.engine.loader import load_model
 from twinpool.engine.models.decoder import PagedDecoder
 from twinpool.engine.models.mla import MlaAttention
@@ -180,3 +180,12 @@ def test_workers_with_float8_and_widened_weights_never_pair(tmp_path: Path) -> N
     one, other = (fingerprint(each, dtype=torch.float32, block_tokens=16) for each in (path, plain))
     assert [line.split(":")[0] for line in one.differences(other)] == ["revision"]
     assert str(one) != str(other)
+
+
+def test_steps_are_captured_only_where_the_float8_products_can_be(tmp_path: Path) -> None:
+    """Products of torch read on the host which experts are hit."""
+    config = ModelConfig.from_pretrained(write(tmp_path, VARIANTS["deepseek_v3"]))
+    for compute, float8, captured in (((9, 0), True, True), ((8, 0), True, False), ((8, 0), False, True)):
+        kernels = Kernels.select(REGISTRY, Capability("cuda", compute), torch.bfloat16)
+        model = PagedDecoder(replace(config, float8_weights=float8), kernels, device="meta")
+        assert model.capturable is captured, (compute, float8)
