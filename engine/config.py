@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from twinpool.engine.config_values import FAMILY_DEFAULTS, Values, read_json
+from twinpool.engine.float8_config import read_float8
 from twinpool.engine.rope_config import RopeConfig, read_rope
 from twinpool.errors import CheckpointError
 
@@ -16,7 +17,6 @@ MLA_FAMILIES: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 
 # Config keys that change what a checkpoint computes and that nothing here implements: value that means "off".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "use_sliding_window": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
 }
@@ -91,6 +91,8 @@ class ModelConfig:
     ignored_layers: (
         int  # trailing layers of the checkpoint that are not part of the decoder (multi-token prediction)
     )
+    float8_weights: bool = False
+    """Whether the checkpoint holds its linear layers as float8 codes and scales; see ``models.packed``."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "ModelConfig":
@@ -148,6 +150,7 @@ class ModelConfig:
             bos_token_id=values.optional_integer("bos_token_id", minimum=0),
             eos_token_ids=_read_eos(values, generation or {}, vocab),
             ignored_layers=values.integer("num_nextn_predict_layers", default=0, minimum=0),
+            float8_weights=read_float8(values),
         )
 
 

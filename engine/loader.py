@@ -6,22 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from twinpool.engine.checkpoint import Checkpoint, StoredTensor
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.kernels import BLOCK_MAJOR, FP8_LATENT, REGISTRY, Capability, KernelRegistry, Kernels
 from twinpool.engine.kernels.plugins import load_plugins
+from twinpool.engine.kernels.torch_fused import unpack_weight
 from twinpool.engine.kv.formats import KVDtype
 from twinpool.engine.models.base import AttentionPath, DecoderModel
 from twinpool.engine.models.decoder import PagedDecoder
 from twinpool.engine.models.paths import PrefillPath
-from twinpool.engine.models.weights import WeightSlot
+from twinpool.engine.models.weights import SCALES, Stored, WeightSlot
 from twinpool.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types that a model may run in, by the name that configuration uses."""
 
-_STORED_DTYPES = {"F32", "BF16", "F16"}
+_LARGEST_CODE = 448.0
+_NAN_CODE = 0x7F
 _SHOWN = 3
 """Tensors named in an error; a count stands for the rest."""
 
@@ -43,7 +46,8 @@ def load_model(
 ) -> DecoderModel:
     """Loads a checkpoint directory (config.json, safetensors).
 
-    ``dtype`` converts the weights (router weights stay float32). ``attention`` chooses how GQA families read their
+    ``dtype`` converts the weights (router weights stay float32; float8 weights stay codes and float32 scales, but for
+    those of ``kv_b_proj``, which are widened to ``dtype``). ``attention`` chooses how GQA families read their
     cache (MLA ones are latent always). ``backend`` prefers kernels of that backend. ``kv_dtype``: how the cache is
     stored. Raises CheckpointError naming file, tensor, expected and found; KernelNotFoundError if a kernel is missing.
     """
@@ -69,9 +73,9 @@ def load_model(
         # Values that are fine each by itself, and no model together.
         found = f"{checkpoint.path}: no model can be built by config.json: {type(error).__name__}: {str(error)[:300]}"
         raise CheckpointError(found, file="config.json") from error
-    slots = {slot.name: slot for slot in model.slots()}
+    slots = list(model.slots())
     _check(checkpoint, slots, config)
-    _fill(checkpoint, slots, progress)
+    _fill(checkpoint, slots, dtype, progress)
     return model.eval()
 
 
@@ -109,22 +113,43 @@ def _check_sizes(checkpoint: Checkpoint, config: ModelConfig) -> None:
             )
 
 
-def _check(checkpoint: Checkpoint, slots: dict[str, WeightSlot], config: ModelConfig) -> None:
+def _check(checkpoint: Checkpoint, slots: list[WeightSlot], config: ModelConfig) -> None:
     """Compares all headers with what the model needs, before any memory is filled."""
-    missing = [name for name in slots if name not in checkpoint.tensors]
+    needed: dict[str, Stored] = {}
+    for slot in slots:
+        needed |= slot.stored()
+    _check_forms(checkpoint, needed, config)
+    missing = [name for name in needed if name not in checkpoint.tensors]
     if missing:
         _raise_many(checkpoint, "missing", missing, None)
-    unexpected = [name for name in checkpoint.tensors if name not in slots and not _ignored(name, config)]
+    unexpected = [name for name in checkpoint.tensors if name not in needed and not _ignored(name, config)]
     if unexpected:
         file = checkpoint.tensors[unexpected[0]].file
         _raise_many(checkpoint, f"not part of a {config.family} model", unexpected, file)
-    for name, slot in slots.items():
+    for name, expected in needed.items():
         stored = checkpoint.tensors[name]
-        if stored.shape != slot.shape:
-            raise _wrong(checkpoint, stored, f"has shape {list(stored.shape)}, expected {list(slot.shape)}")
-        if stored.dtype not in _STORED_DTYPES:
-            allowed = ", ".join(sorted(_STORED_DTYPES))
-            raise _wrong(checkpoint, stored, f"has dtype {stored.dtype}, expected one of {allowed}")
+        if stored.shape != expected.shape:
+            found = f"has shape {list(stored.shape)}, expected {list(expected.shape)}"
+            raise _wrong(checkpoint, stored, found)
+        if stored.dtype not in expected.dtypes:
+            allowed = ", ".join(expected.dtypes)
+            more = "one of " if len(expected.dtypes) > 1 else ""
+            raise _wrong(checkpoint, stored, f"has dtype {stored.dtype}, expected {more}{allowed}")
+
+
+def _check_forms(checkpoint: Checkpoint, needed: dict[str, Stored], config: ModelConfig) -> None:
+    """Where config.json and the tensors disagree on float8 weights, names that rather than what follows from it."""
+    for name, expected in needed.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None or stored.dtype in expected.dtypes:
+            continue
+        if stored.dtype.startswith("F8") and not config.float8_weights:
+            raise _wrong(
+                checkpoint, stored, f"has dtype {stored.dtype} and config.json no quantization_config"
+            )
+        if name + SCALES in needed:
+            rest = f"expected {expected.dtypes[0]} by config.json's quantization_config"
+            raise _wrong(checkpoint, stored, f"has dtype {stored.dtype}, {rest}")
 
 
 def _raise_many(checkpoint: Checkpoint, problem: str, names: list[str], file: str | None) -> None:
@@ -141,17 +166,45 @@ def _wrong(checkpoint: Checkpoint, stored: StoredTensor, problem: str) -> Checkp
     return CheckpointError(f"{where}: tensor {stored.name} {problem}", file=stored.file, tensor=stored.name)
 
 
-def _fill(checkpoint: Checkpoint, slots: dict[str, WeightSlot], progress: Progress | None) -> None:
-    total = sum(slot.target.numel() for slot in slots.values())
+def _fill(
+    checkpoint: Checkpoint, slots: list[WeightSlot], dtype: torch.dtype, progress: Progress | None
+) -> None:
+    total = sum(slot.target.numel() for slot in slots)
+    owners = {name: slot for slot in slots for name in slot.stored()}
+    halves: dict[str, Tensor] = {}
     done = 0
     for stored, tensor in checkpoint.read():
-        slot = slots.get(stored.name)
+        slot = owners.get(stored.name)
         if slot is None:
             continue
+        _check_float8(checkpoint, stored, slot, tensor, dtype)
+        if slot.form == "widened":
+            halves[stored.name] = tensor
+            if not halves.keys() >= slot.stored().keys():
+                continue
+            tensor = unpack_weight(halves.pop(slot.name), halves.pop(slot.name + SCALES).float(), dtype)
         slot.fill(tensor)
         # Also catches a narrow dtype that cannot hold the checkpoint's values.
-        if not bool(slot.target.isfinite().all()):
+        if slot.form != "codes" and not bool(slot.target.isfinite().all()):
             raise _wrong(checkpoint, stored, f"holds values that are not finite in {slot.target.dtype}")
         done += slot.target.numel()
         if progress is not None:
             progress(done, total)
+
+
+def _check_float8(
+    checkpoint: Checkpoint, stored: StoredTensor, slot: WeightSlot, tensor: Tensor, dtype: torch.dtype
+) -> None:
+    """Codes must be numbers, and scales such that any code times its scale is one of ``dtype``."""
+    if slot.form == "plain":
+        return
+    if stored.name == slot.name and slot.form != "scales":
+        if bool((tensor.view(torch.uint8) & _NAN_CODE == _NAN_CODE).any()):
+            raise _wrong(checkpoint, stored, "holds codes that are not numbers")
+        return
+    largest = torch.finfo(dtype).max / _LARGEST_CODE
+    # Written so that a NaN is refused too.
+    if not bool(((tensor >= 0) & (tensor.double() <= largest)).all()):
+        raise _wrong(
+            checkpoint, stored, f"holds scales that are not between 0 and {largest:.3g}, as {dtype} needs"
+        )

@@ -7,7 +7,8 @@ that greedy tokens do not hang on rounding and do depend on the whole context (a
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from twinpool.engine.checkpoint import INDEX_FILE, SINGLE_FILE
 from twinpool.engine.config import FAMILIES, Family, ModelConfig
+from twinpool.engine.float8_config import FLOAT8, KEY
 from twinpool.engine.kernels import REGISTRY, Capability, Kernels
+from twinpool.engine.kernels.torch_fp8_moe import pack_weight
 from twinpool.engine.loader import DTYPES
 from twinpool.engine.models.decoder import PagedDecoder
+from twinpool.engine.models.weights import SCALES, WeightSlot
 from twinpool.engine.tiny_tokenizer import BOS, EOS, IM_END, PAD, SPECIAL_TOKENS, write_tokenizer
 
 _ARCHITECTURES: dict[Family, str] = {
@@ -145,12 +149,14 @@ def write_tiny(
     max_context: int = 4096,
     dtype: str = "float32",
     shards: int = 1,
+    float8: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a random checkpoint of ``family`` into ``path`` (made if absent) and returns it.
 
     The same arguments give the same bytes. ``vocab`` is also the tokenizer's size; ``overrides`` replace keys of
-    ``config.json``; ``shards`` > 1 writes an index. Raises ValueError for a bad argument, CheckpointError for
+    ``config.json``; ``shards`` > 1 writes an index. ``float8`` packs the same weights' linear layers as DeepSeek does: codes
+    and a scale for each block of 128 x 128. Raises ValueError for a bad argument, CheckpointError for
     overrides that make no valid model.
     """
     if dtype not in DTYPES:
@@ -164,7 +170,7 @@ def write_tiny(
         vocab=vocab,
         max_context=max_context,
         dtype=dtype,
-        overrides=overrides,
+        overrides=({KEY: FLOAT8} if float8 else {}) | dict(overrides or {}),
     )
     config = ModelConfig.from_dict(raw)
     directory = Path(path)
@@ -183,15 +189,21 @@ def write_tiny(
 
 def _random_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """A tensor for each slot of the model. Each depends on its name and the seed alone."""
-    kernels = Kernels.select(REGISTRY, Capability("cpu"), torch.float32)
-    model = PagedDecoder(config, kernels, device="meta")
     weights: dict[str, Tensor] = {}
-    for slot in model.slots():
+    for slot in _slots(replace(config, float8_weights=False)):
         # 32 bits: torch's CPU generator ignores the rest of a seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
         noise = torch.randn(slot.shape, generator=generator)
         weights[slot.name] = _scaled(slot.name, noise).to(_stored_dtype(slot.name, dtype))
+    for slot in _slots(config):
+        if slot.form in ("codes", "widened"):
+            weights[slot.name], weights[slot.name + SCALES] = pack_weight(weights[slot.name])
     return weights
+
+
+def _slots(config: ModelConfig) -> Iterator[WeightSlot]:
+    kernels = Kernels.select(REGISTRY, Capability("cpu"), torch.float32)
+    return PagedDecoder(config, kernels, device="meta").slots()
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:

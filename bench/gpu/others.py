@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped-query attention, latent attention over packed rows and products with float8 weights on one GPU.
+"""Grouped-query attention, latent attention over packed rows, products with and experts of float8 weights on one GPU.
 
 ``python -m bench.gpu.others --out DIR``. Each is compared with its torch twin in float32 on ragged batches over a pool
 of NaN, then timed at one or two shapes: Llama-3-8B's heads (32 over 8, of 128), DeepSeek's packed rows, a 7168 x 2048
-weight. A time is the median over replays of a CUDA graph of three calls.
+weight, 64 experts of DeepSeek-V3's size. A time is the median over replays of a CUDA graph of three calls.
 """
 
 import argparse
@@ -24,11 +24,14 @@ from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels import (
     torch_backend,
     torch_fp8,
+    torch_fp8_moe,
     torch_fused,
     triton_fp8_launch,
     triton_fp8_linear,
+    triton_fp8_moe,
     triton_gqa_launch,
 )
+from twinpool.engine.kernels.operations import Fp8ExpertWeights, Fp8Weight, Routing
 from twinpool.engine.kv.formats import Fp8LatentRows
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -158,12 +161,45 @@ def linear() -> Iterator[Row]:
         }  # fmt: skip
 
 
+def random_weight(*lead: int, parts: int, rows: int, columns: int) -> Fp8Weight:
+    bits = torch.randint(0, 127, (*lead, parts * rows, columns), dtype=torch.uint8, device="cuda")
+    bits |= torch.randint(0, 2, bits.shape, dtype=torch.uint8, device="cuda") << 7
+    blocks = (*lead, parts * (rows // 128), columns // 128)
+    return Fp8Weight(bits.view(torch.float8_e4m3fn), torch.rand(blocks, device="cuda") * 1e-4)
+
+
+def experts() -> Iterator[Row]:
+    """64 routed experts of which each token has 8, and a shared one: few rows an expert, then many."""
+    number, chosen, size, width = 64, 8, 7168, 2048
+    weights = Fp8ExpertWeights(
+        random_weight(number, parts=2, rows=width, columns=size),
+        random_weight(number, parts=1, rows=size, columns=width),
+        random_weight(parts=2, rows=width, columns=size),
+        random_weight(parts=1, rows=size, columns=width),
+    )
+    for tokens, limit in ((1, 6e-3), (16, 6e-3), (128, 6e-3), (500, 6e-3), (512, 8e-2), (4096, 8e-2)):
+        hidden = normal(tokens, size)
+        shares, picked = torch.rand(tokens, number, device="cuda").topk(chosen)
+        routing = Routing(shares, picked.to(torch.int32))
+        torch.full((200_000_000,), float("nan"), device="cuda")
+        found = triton_fp8_moe.fp8_moe(hidden, routing, weights).float().sum(1)
+        expected = torch_fp8_moe.fp8_moe(hidden.float(), Routing(shares, picked), weights)
+        error = error_of(found, expected)
+        spent = median_us(lambda: triton_fp8_moe.fp8_moe(hidden, routing, weights))  # noqa: B023
+        hit = len(picked.unique()) + 1
+        yield {
+            "check": f"float8 experts, {tokens} tokens", "error": error, "ok": error <= limit, "us": round(spent, 1),
+            "gb_s": round(hit * 3 * size * width / spent / 1e3),
+            "tflop_s": round(6 * tokens * (chosen + 1) * size * width / spent / 1e6, 1),
+        }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", ""))
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    parts: list[Callable[[], Iterator[Row]]] = [gqa, packed, linear]
+    parts: list[Callable[[], Iterator[Row]]] = [gqa, packed, linear, experts]
     rows: list[Row] = []
     for part in parts:
         try:

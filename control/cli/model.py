@@ -20,6 +20,9 @@ def tiny(
     ] = "deepseek_v3",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     shards: Annotated[int, typer.Option(help="Number of safetensors files.", min=1)] = 1,
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Hold the linear layers' weights in float8, as DeepSeek does.")
+    ] = False,
 ) -> None:
     """Write a random tiny checkpoint in Hugging Face format, for tests."""
     from twinpool.engine.config import FAMILIES, Family
@@ -31,7 +34,7 @@ def tiny(
     if path.exists() and any(path.iterdir()):
         raise fail(f"{path} is not empty", 2)
     try:
-        write_tiny(path, known, seed=seed, shards=shards)
+        write_tiny(path, known, seed=seed, shards=shards, float8=float8)
     except (ValueError, TwinpoolError) as error:
         raise fail(str(error), 2) from error
     err.print(f"wrote {family} to {path}")

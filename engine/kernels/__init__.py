@@ -3,6 +3,7 @@
 
 from twinpool.engine.kernels import torch_backend as torch_backend
 from twinpool.engine.kernels import torch_fp8 as torch_fp8
+from twinpool.engine.kernels import torch_fp8_moe as torch_fp8_moe
 from twinpool.engine.kernels import torch_fused as torch_fused
 from twinpool.engine.kernels import triton_backend as triton_backend
 from twinpool.engine.kernels.operations import AttentionResult, Kernels

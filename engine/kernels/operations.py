@@ -147,12 +147,21 @@ class SiluMul(Protocol):
     def __call__(self, both: Tensor) -> Tensor: ...
 
 
-class Fp8Linear(Protocol):
-    """``hidden [T, n]`` times weights in float8, as DeepSeek's checkpoints hold them -> ``[T, outputs]`` of its dtype.
+class Fp8Weight(NamedTuple):
+    """Weights in float8, as DeepSeek's checkpoints hold them: a weight is its code times the scale of its block of 128 rows
+    and columns, and the last block of each may be partial.
 
-    ``codes float8_e4m3fn[outputs, n]`` and ``scales float32[outputs / 128, n / 128]``, both rounded up: a weight is its
-    code times the scale of its block. A kernel may round ``hidden`` to float8 too, a scale for each 128 values of a row.
+    ``codes float8_e4m3fn[.., outputs, n]`` and ``scales float32[.., outputs / 128, n / 128]``, both rounded up. Where the rows
+    are ``[gate | up]``, so are the rows of the scales, each half rounded up by itself.
     """
+
+    codes: Tensor
+    scales: Tensor
+
+
+class Fp8Linear(Protocol):
+    """``hidden [T, n]`` times ``Fp8Weight`` -> ``[T, outputs]`` of its dtype. A kernel may round ``hidden`` to float8 too, a
+    scale for each 128 values of a row."""
 
     def __call__(
         self, hidden: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None
@@ -250,6 +259,22 @@ class Moe(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8ExpertWeights:
+    """As ``ExpertWeights``, in float8. The blocks of each expert begin at its own first row."""
+
+    gate_up: Fp8Weight
+    down: Fp8Weight
+    shared_gate_up: Fp8Weight | None = None
+    shared_down: Fp8Weight | None = None
+
+
+class Fp8Moe(Protocol):
+    """As ``Moe`` with weights in float8. A kernel may round what it multiplies them with to float8 too, as ``Fp8Linear``."""
+
+    def __call__(self, hidden: Tensor, routing: Routing, experts: Fp8ExpertWeights) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels that a model runs with, one for each operation; None for a shortcut that no kernel offers."""
 
@@ -264,6 +289,7 @@ class Kernels:
     fp8_linear: Fp8Linear
     route: Route
     moe: Moe
+    fp8_moe: Fp8Moe
     mla_small: MlaSmall | None = None
     route_small: RouteSmall | None = None
 
@@ -320,4 +346,5 @@ class Kernels:
             fp8_linear=cast(Fp8Linear, find("fp8_linear")),
             route=cast(Route, find("route")),
             moe=cast(Moe, find("moe")),
+            fp8_moe=cast(Fp8Moe, find("fp8_moe")),
         )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch twins of the fused steps and of the mixture of experts: what they compute, and what serves on a CPU."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,28 +98,38 @@ def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec)
     "moe", backend="torch", dtypes=DTYPES, layouts=LAYOUTS, note="one product an expert that is hit"
 )
 def moe(hidden: Tensor, routing: Routing, experts: ExpertWeights) -> Tensor:
-    """See ``operations.Moe``. Tokens are sorted by expert, so each expert that is hit runs once."""
+    """See ``operations.Moe``."""
+    total = grouped(
+        hidden, routing, len(experts.down), lambda expert: (experts.gate_up[expert], experts.down[expert])
+    )
+    if experts.shared_gate_up is not None and experts.shared_down is not None:
+        total = total + F.linear(silu_mul(F.linear(hidden, experts.shared_gate_up)), experts.shared_down)
+    return total
+
+
+def grouped(
+    hidden: Tensor, routing: Routing, experts: int, weights_of: Callable[[int], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """What the routed experts make of ``hidden [T, size]``, ``weights_of`` an expert being ``[2 n, size]`` and ``[size, n]``.
+    Tokens are sorted by expert, so each expert that is hit runs once."""
     per_token = routing.experts.shape[1]
     flat = routing.experts.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=len(experts.gate_up)).tolist()
+    counts = torch.bincount(flat, minlength=experts).tolist()
     inputs = hidden.index_select(0, order // per_token)
     outputs = torch.empty_like(inputs)
     start = 0
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            active = silu_mul(F.linear(inputs[rows], experts.gate_up[expert]))
-            outputs[rows] = F.linear(active, experts.down[expert])
+            gate_up, down = weights_of(expert)
+            outputs[rows] = F.linear(silu_mul(F.linear(inputs[rows], gate_up)), down)
             start += count
     # Back in the tokens' order, so that the sum over a token's experts does not depend on the others.
     unsorted = torch.empty_like(outputs)
     unsorted[order] = outputs
     shaped = unsorted.view(len(hidden), per_token, hidden.shape[-1])
-    total = (shaped * routing.weights.to(hidden.dtype)[..., None]).sum(dim=1)
-    if experts.shared_gate_up is not None and experts.shared_down is not None:
-        total = total + F.linear(silu_mul(F.linear(hidden, experts.shared_gate_up)), experts.shared_down)
-    return total
+    return (shaped * routing.weights.to(hidden.dtype)[..., None]).sum(dim=1)
 
 
 @REGISTRY.register("mla_rows", backend="torch", dtypes=DTYPES, note="norm, rotation, indexed store")

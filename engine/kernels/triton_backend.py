@@ -34,9 +34,11 @@ def _later(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _add(operation: str, module: str, layouts: frozenset[str], note: str) -> None:
+def _add(
+    operation: str, module: str, layouts: frozenset[str], note: str, requires: Requirement = _CUDA
+) -> None:
     function = _later(module, operation)
-    REGISTRY.add(Kernel(operation, "triton", _CUDA, _ANY, layouts, 10, function, note))
+    REGISTRY.add(Kernel(operation, "triton", requires, _ANY, layouts, 10, function, note))
 
 
 _add("mla_paged_attention", "triton_launch", _PAGES, "balanced split, merge")
@@ -45,11 +47,12 @@ _add("gqa_paged_attention", "triton_gqa_launch", _PAGES, "balanced split and mer
 _add("mla_rows", "triton_fused", _PAGES, "norm, rotation and store in one launch")
 _add("add_norm", "triton_fused", _EVERY, "one launch")
 _add("silu_mul", "triton_fused", _EVERY, "one launch")
-_add("fp8_linear", "triton_fp8_linear", _EVERY, "codes widened on chip; many rows packed too")
+_add("fp8_linear", "triton_fp8_linear", _EVERY, "codes widened on chip; many rows packed too", _PACKING)
 _add("mla_small", "triton_small_launch", _PAGES, "a layer's attention in five launches")
 _add("route_small", "triton_small_launch", _EVERY, "residual, norm and scores in one launch, choice in another")
 _add("route", "triton_moe", _EVERY, "scores, choice and lists in two launches")
 _add("moe", "triton_moe", _EVERY, "grouped products in two launches")
+_add("fp8_moe", "triton_fp8_moe", _EVERY, "codes widened on chip; many rows packed too", _PACKING)
 
 
 def _add_hopper(operation: str, module: str, note: str) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twinpool.engine.kernels.triton_launch import device_of, overlap
+from twinpool.engine.kernels.triton_launch import overlap
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -25,7 +25,8 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
-def _product(a, b, CAST: tl.constexpr):
+def code_product(a, b, CAST: tl.constexpr):
+    """``a @ b``; the matrix unit multiplies codes as they are."""
     # The interpreter multiplies the bit patterns of narrow types.
     if CAST:
         a = a.to(tl.float32)
@@ -56,11 +57,20 @@ def fp8_linear_kernel(
         x = tl.load(X + row[:, None].to(tl.int64) * SIZE + at[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         place = column[None, :].to(tl.int64) * SIZE + at[:, None]
         codes = tl.load(CODES + place, mask=inside[:, None] & wide[None, :], other=0.0)
-        acc += _product(x, codes.to(x.dtype), CAST) * tl.load(scales + block)
+        acc += code_product(x, codes.to(x.dtype), CAST) * tl.load(scales + block)
     if WITH_BIAS:
         acc += tl.load(BIAS + column, mask=wide, other=0.0).to(tl.float32)[None, :]
     target = OUT + row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
     tl.store(target, acc.to(OUT.dtype.element_ty), mask=real[:, None] & wide[None, :])
+
+
+@triton.jit
+def pack_runs(x):
+    """``float32[n, BLOCK]`` -> values to be stored as codes, and the scale of each run."""
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / TOP, TINY)
+    # max drops a NaN, which has to stay one.
+    scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
+    return tl.minimum(tl.maximum(x / scale[:, None], -TOP), TOP), scale
 
 
 @triton.jit
@@ -73,11 +83,7 @@ def pack_kernel(X, CODES, SCALES, SIZE: tl.constexpr, BLOCKS: tl.constexpr, PAD:
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PAD)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(X + row * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / TOP, TINY)
-    # max drops a NaN, which has to stay one.
-    scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
-    codes = tl.minimum(tl.maximum(x / scale[:, None], -TOP), TOP)
+    codes, scale = pack_runs(tl.load(X + row * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32))
     tl.store(CODES + row * SIZE + at, codes.to(CODES.dtype.element_ty), mask=at < SIZE)
     tl.store(SCALES + row * BLOCKS + block, scale, mask=block < BLOCKS)
 
@@ -106,7 +112,7 @@ def fp8_product_kernel(
         place = column[None, :].to(tl.int64) * SIZE + at[:, None]
         codes = tl.load(CODES + place, mask=inside[:, None] & wide[None, :], other=0.0)
         own = tl.load(X_SCALES + row.to(tl.int64) * blocks + block, mask=real, other=0.0)
-        acc += _product(x, codes, CAST) * (own * tl.load(scales + block))[:, None]
+        acc += code_product(x, codes, CAST) * (own * tl.load(scales + block))[:, None]
     if WITH_BIAS:
         acc += tl.load(BIAS + column, mask=wide, other=0.0).to(tl.float32)[None, :]
     target = OUT + row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
@@ -140,7 +146,7 @@ def fp8_linear(hidden: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | Non
         **overlap(hidden),
     }  # fmt: skip
     added = out if bias is None else bias
-    if rows < PACK_ROWS or not (interpreted or device_of(hidden).compute >= (8, 9)):
+    if rows < PACK_ROWS:
         columns, tall = 32 if rows <= 16 else 64, max(16, min(64, triton.next_power_of_2(rows)))
         fp8_linear_kernel[(triton.cdiv(outputs, columns), triton.cdiv(rows, tall))](
             hidden, codes, scales, added, out, rows, ROWS=tall, COLUMNS=columns, num_warps=4, num_stages=4, **shape

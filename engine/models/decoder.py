@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         hidden, eps, mla, moe = config.hidden_size, config.rms_norm_eps, config.mla, config.moe
-        self.kernels = kernels
+        self.kernels, float8 = kernels, config.float8_weights
         self.attention: GqaAttention | MlaAttention
         if mla is not None:
             self.attention = MlaAttention(config, mla, kernels, prefill, dtype=dtype, device=device)
@@ -48,12 +48,12 @@ class DecoderLayer(nn.Module):
             self.attention = GqaAttention(config, kernels, attention, prefill, dtype=dtype, device=device)
         self.mlp: GatedMlp | MoeMlp
         if moe is not None and moe.is_moe_layer(layer):
-            self.mlp = MoeMlp(moe, hidden, kernels, bias=config.mlp_bias, dtype=dtype, device=device)
-        else:
-            bias = config.mlp_bias
-            self.mlp = GatedMlp(
-                hidden, config.intermediate_size, kernels, bias=bias, dtype=dtype, device=device
+            self.mlp = MoeMlp(
+                moe, hidden, kernels, bias=config.mlp_bias, dtype=dtype, device=device, float8=float8
             )
+        else:
+            size, bias = config.intermediate_size, config.mlp_bias
+            self.mlp = GatedMlp(hidden, size, kernels, bias=bias, dtype=dtype, device=device, float8=float8)
         self.input_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.mlp_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
 
@@ -124,13 +124,14 @@ class PagedDecoder(DecoderModel):
         """``kv_dtype``: the form of cache rows, which ``kernels`` have to be for."""
         super().__init__()
         self.config, self.kernels = config, kernels
+        products = (kernels.fp8_linear, kernels.fp8_moe) if config.float8_weights else (kernels.moe,)
         used = (
             kernels.mla_paged_attention,
             kernels.mla_rows,
             kernels.add_norm,
             kernels.silu_mul,
             kernels.route,
-            kernels.moe,
+            *products,
         )
         self.capturable = config.mla is not None and all(
             getattr(kernel, "capturable", False) for kernel in used

@@ -11,7 +11,7 @@ from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.kernels import Kernels
 from twinpool.engine.models.base import AttentionPath
-from twinpool.engine.models.layers import FusedLinear
+from twinpool.engine.models.layers import fused_linear
 from twinpool.engine.models.paths import PrefillPath
 from twinpool.engine.models.rotary import RotaryTables
 from twinpool.engine.models.weights import WeightSlot, parameter
@@ -46,9 +46,10 @@ class GqaAttention(nn.Module):
             ("k_proj", values, config.qkv_bias),
             ("v_proj", values, config.qkv_bias),
         ]
-        self.qkv = FusedLinear(config.hidden_size, parts, dtype=dtype, device=device)
+        packed = kernels.fp8_linear if config.float8_weights else None
+        self.qkv = fused_linear(config.hidden_size, parts, packed, dtype=dtype, device=device)
         output = [("o_proj", config.hidden_size, config.output_bias)]
-        self.output = FusedLinear(self.heads * self.head_dim, output, dtype=dtype, device=device)
+        self.output = fused_linear(self.heads * self.head_dim, output, packed, dtype=dtype, device=device)
         # One weight per head, so that queries and keys are normed in one call.
         self.qk_norm = (
             parameter(self.heads + self.kv_heads, self.head_dim, dtype=dtype, device=device)

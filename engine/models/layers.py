@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinpool.engine.kernels import Kernels
+from twinpool.engine.kernels.operations import Fp8Linear
+from twinpool.engine.models.packed import PackedLinear
 from twinpool.engine.models.weights import WeightSlot, parameter
 
 
@@ -64,6 +66,21 @@ class FusedLinear(nn.Module):
             start += size
 
 
+def fused_linear(
+    inputs: int,
+    parts: Sequence[tuple[str, int, bool]],
+    packed: Fp8Linear | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rows: dict[str, Tensor] | None = None,
+) -> FusedLinear | PackedLinear:
+    """The layer with weights of ``dtype``, or in float8 for the kernel ``packed``."""
+    if packed is None:
+        return FusedLinear(inputs, parts, dtype=dtype, device=device, rows=rows)
+    return PackedLinear(inputs, parts, packed, dtype=dtype, device=device, rows=rows)
+
+
 class GatedMlp(nn.Module):
     """``down(silu(gate(x)) * up(x))`` with gate and up as one product."""
 
@@ -76,12 +93,15 @@ class GatedMlp(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        float8: bool = False,
     ) -> None:
         super().__init__()
         self.kernels, self.biased = kernels, bias
+        packed = kernels.fp8_linear if float8 else None
         gate_up = [("gate_proj", intermediate, bias), ("up_proj", intermediate, bias)]
-        self.gate_up = FusedLinear(hidden, gate_up, dtype=dtype, device=device)
-        self.down = FusedLinear(intermediate, [("down_proj", hidden, bias)], dtype=dtype, device=device)
+        down = [("down_proj", hidden, bias)]
+        self.gate_up = fused_linear(hidden, gate_up, packed, dtype=dtype, device=device)
+        self.down = fused_linear(intermediate, down, packed, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         result: Tensor = self.down(self.kernels.silu_mul(self.gate_up(hidden)))

@@ -10,7 +10,8 @@ from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.config import MlaConfig, ModelConfig
 from twinpool.engine.kernels import Kernels
 from twinpool.engine.kernels.operations import MlaLayer, MlaStep
-from twinpool.engine.models.layers import FusedLinear, RMSNorm
+from twinpool.engine.models.layers import FusedLinear, RMSNorm, fused_linear
+from twinpool.engine.models.packed import PackedLinear
 from twinpool.engine.models.paths import PrefillPath, expand_is_cheaper
 from twinpool.engine.models.rotary import RotaryTables, deinterleave, softmax_scale
 from twinpool.engine.models.weights import WeightSlot, parameter
@@ -23,7 +24,8 @@ class MlaAttention(nn.Module):
     """A cache row is ``[normed latent | rotated key shared by all heads]``.
 
     Decodes run absorbed: ``kv_b_proj`` moves into the queries and the output, so scores are taken on cache rows as
-    they lie. Prefills run absorbed or with expanded keys and values, whichever costs less.
+    they lie. Prefills run absorbed or with expanded keys and values, whichever costs less. Of float8 weights ``kv_b_proj``
+    alone is widened to the model's dtype when it is loaded: its halves are factors of products with queries and latents.
     """
 
     def __init__(
@@ -47,21 +49,23 @@ class MlaAttention(nn.Module):
         self.query_columns = queries[1]
         orders = {"q_proj": query_rows, "q_b_proj": query_rows, "kv_a_proj_with_mqa": kv_rows}
         rows = {name: order for name, order in orders.items() if order is not None}
-        self.down = FusedLinear(
-            config.hidden_size, [queries, compressed], dtype=dtype, device=device, rows=rows
+        self.float8 = config.float8_weights
+        packed = kernels.fp8_linear if self.float8 else None
+        self.down = fused_linear(
+            config.hidden_size, [queries, compressed], packed, dtype=dtype, device=device, rows=rows
         )
         self.query_norm: RMSNorm | None = None
-        self.query_up: FusedLinear | None = None
+        self.query_up: FusedLinear | PackedLinear | None = None
         if mla.q_lora_rank is not None:
             self.query_norm = RMSNorm(mla.q_lora_rank, _LATENT_NORM_EPS, dtype=dtype, device=device)
             up = [("q_b_proj", self.heads * mla.qk_head_dim, False)]
-            self.query_up = FusedLinear(mla.q_lora_rank, up, dtype=dtype, device=device, rows=rows)
+            self.query_up = fused_linear(mla.q_lora_rank, up, packed, dtype=dtype, device=device, rows=rows)
         self.kv_norm = RMSNorm(mla.kv_lora_rank, _LATENT_NORM_EPS, dtype=dtype, device=device)
         self.kv_up = parameter(
             self.heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank, dtype=dtype, device=device
         )
         output = [("o_proj", config.hidden_size, config.output_bias)]
-        self.output = FusedLinear(self.heads * mla.v_head_dim, output, dtype=dtype, device=device)
+        self.output = fused_linear(self.heads * mla.v_head_dim, output, packed, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, rotary: RotaryTables, pages: Tensor, batch: AttentionBatch) -> Tensor:
         """``hidden [T, hidden]`` -> ``[T, hidden]``; writes the step's KV into ``pages`` first."""
@@ -119,7 +123,10 @@ class MlaAttention(nn.Module):
         return found.output.reshape(len(query), -1)
 
     def whole(self, norm: RMSNorm) -> MlaLayer | None:
-        """The layer with the norm before it, for kernels that take both; None if it has biases or compressed queries."""
+        """The layer with the norm before it, for kernels that take both; None if it has biases, compressed queries or float8
+        weights."""
+        if not isinstance(self.down, FusedLinear) or not isinstance(self.output, FusedLinear):
+            return None
         if self.query_up is not None or self.down.bias is not None or self.output.bias is not None:
             return None
         mla = self.config
@@ -134,7 +141,8 @@ class MlaAttention(nn.Module):
             yield from self.query_norm.slots(f"{prefix}q_a_layernorm.")
             yield from self.query_up.slots(prefix)
         yield from self.kv_norm.slots(f"{prefix}kv_a_layernorm.")
-        yield WeightSlot(f"{prefix}kv_b_proj.weight", self.kv_up.view(-1, self.kv_up.shape[-1]))
+        kv_up = self.kv_up.view(-1, self.kv_up.shape[-1])
+        yield WeightSlot(f"{prefix}kv_b_proj.weight", kv_up, form="widened" if self.float8 else "plain")
         yield from self.output.slots(prefix)
 
 

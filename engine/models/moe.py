@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from twinpool.engine.config import MoeConfig
 from twinpool.engine.kernels import Kernels
-from twinpool.engine.kernels.operations import ExpertWeights, RouterSpec, Routing
-from twinpool.engine.models.layers import GatedMlp
+from twinpool.engine.kernels.operations import ExpertWeights, Fp8ExpertWeights, Fp8Weight, RouterSpec, Routing
+from twinpool.engine.models.layers import FusedLinear, GatedMlp
+from twinpool.engine.models.packed import PackedExperts, PackedLinear
 from twinpool.engine.models.weights import WeightSlot, parameter
 
 
@@ -73,15 +74,22 @@ class MoeMlp(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        float8: bool = False,
     ) -> None:
         super().__init__()
         self.kernels = kernels
         self.router = Router(config, hidden, device=device)
-        self.experts = Experts(config, hidden, dtype=dtype, device=device)
+        self.experts: Experts | PackedExperts
+        if float8:
+            self.experts = PackedExperts(config, hidden, device=device)
+        else:
+            self.experts = Experts(config, hidden, dtype=dtype, device=device)
         shared = config.num_shared_experts * config.intermediate_size
         self.shared: GatedMlp | None = None
         if shared:
-            self.shared = GatedMlp(hidden, shared, kernels, bias=bias, dtype=dtype, device=device)
+            self.shared = GatedMlp(
+                hidden, shared, kernels, bias=bias, dtype=dtype, device=device, float8=float8
+            )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``, or ``[T, parts, hidden]`` to be summed."""
@@ -91,20 +99,37 @@ class MoeMlp(nn.Module):
 
     def mix(self, hidden: Tensor, routing: Routing) -> Tensor:
         """What the experts that ``routing`` names make of ``hidden``; as ``forward``."""
-        shared = self.shared
-        if shared is None or shared.biased:
-            routed = self.kernels.moe(hidden, routing, ExpertWeights(self.experts.gate_up, self.experts.down))
-            return routed if shared is None else total(routed) + shared(hidden)
-        weights = ExpertWeights(
-            self.experts.gate_up, self.experts.down, shared.gate_up.weight, shared.down.weight
-        )
-        return self.kernels.moe(hidden, routing, weights)
+        apart = self.shared is not None and self.shared.biased
+        experts = None if apart else self.shared
+        if isinstance(self.experts, PackedExperts):
+            routed = self.kernels.fp8_moe(hidden, routing, _packed_weights(self.experts, experts))
+        else:
+            routed = self.kernels.moe(hidden, routing, _weights(self.experts, experts))
+        return total(routed) + self.shared(hidden) if apart and self.shared is not None else routed
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.router.slots(f"{prefix}gate.")
         yield from self.experts.slots(f"{prefix}experts.")
         if self.shared is not None:
             yield from self.shared.slots(f"{prefix}shared_experts.")
+
+
+def _weights(experts: Experts, shared: GatedMlp | None) -> ExpertWeights:
+    if shared is None:
+        return ExpertWeights(experts.gate_up, experts.down)
+    assert isinstance(shared.gate_up, FusedLinear)
+    assert isinstance(shared.down, FusedLinear)
+    return ExpertWeights(experts.gate_up, experts.down, shared.gate_up.weight, shared.down.weight)
+
+
+def _packed_weights(experts: PackedExperts, shared: GatedMlp | None) -> Fp8ExpertWeights:
+    gate_up = Fp8Weight(experts.gate_up, experts.gate_up_scales)
+    down = Fp8Weight(experts.down, experts.down_scales)
+    if shared is None:
+        return Fp8ExpertWeights(gate_up, down)
+    assert isinstance(shared.gate_up, PackedLinear)
+    assert isinstance(shared.down, PackedLinear)
+    return Fp8ExpertWeights(gate_up, down, shared.gate_up.weight, shared.down.weight)
 
 
 def total(delta: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from twinpool.errors import CheckpointError
 from twinpool.text import Tokenizer
 from twinpool.text.errors import ChatTemplateError, TokenizerLoadError
 
+FLOAT8 = "llama-float8"
+"""A tiny checkpoint whose linear layers hold float8 weights."""
+
 HELD: list[tempfile.TemporaryDirectory[str]] = []
 """Directories that go with the process."""
 
@@ -38,7 +41,7 @@ def run_config(data: bytes) -> None:
     (path / "config.json").write_bytes(data)
     try:
         found = ModelConfig.from_pretrained(path)
-        family = "llama" if found.mla is None else "deepseek_v3"
+        family = FLOAT8 if found.float8_weights else "llama" if found.mla is None else "deepseek_v3"
         weights = path / "model.safetensors"
         weights.unlink(missing_ok=True)
         weights.symlink_to(tiny(family) / "model.safetensors")
@@ -52,25 +55,27 @@ def tiny(family: str) -> Path:
     from twinpool.engine.tiny import write_tiny
 
     path = directory(f"tiny-{family}")
-    write_tiny(path, family, layers=2, hidden=32, vocab=300)  # type: ignore[arg-type]
+    name = "llama" if family == FLOAT8 else family
+    write_tiny(path, name, layers=2, hidden=32, vocab=300, float8=family == FLOAT8)  # type: ignore[arg-type]
     return path
 
 
 def config_seeds() -> list[bytes]:
-    return [(tiny(family) / "config.json").read_bytes() for family in ("llama", "deepseek_v3")]
+    return [(tiny(family) / "config.json").read_bytes() for family in ("llama", "deepseek_v3", FLOAT8)]
 
 
 # --- safetensors
 
 
 def run_safetensors(data: bytes) -> None:
-    """A whole load: header, shapes, data."""
+    """A whole load: header, shapes, data. By a config.json that names float8 weights where the header does."""
     from twinpool.engine.loader import load_model
 
-    path = directory("safetensors")
+    family = FLOAT8 if b"_scale_inv" in data else "llama"
+    path = directory(f"safetensors-{family}")
     config = path / "config.json"
     if not config.exists():
-        config.write_bytes((tiny("llama") / "config.json").read_bytes())
+        config.write_bytes((tiny(family) / "config.json").read_bytes())
     (path / "model.safetensors").write_bytes(data)
     try:
         load_model(path)
@@ -95,7 +100,7 @@ def mutate_bytes_of_head(data: bytes, source: random.Random) -> bytes:
 
 
 def safetensors_seeds() -> list[bytes]:
-    return [(tiny("llama") / "model.safetensors").read_bytes()]
+    return [(tiny(family) / "model.safetensors").read_bytes() for family in ("llama", FLOAT8)]
 
 
 # --- tokenizer

@@ -78,6 +78,11 @@ def test_packed_rows_come_back() -> None:
 def test_every_device_has_the_product() -> None:
     for capability in (Capability("cpu"), Capability("cuda", (9, 0)), Capability("cuda", (7, 5))):
         assert callable(Kernels.select(REGISTRY, capability, torch.bfloat16).fp8_linear)
+    # Triton has no conversions of e4m3 for devices that have none.
+    for operation in ("fp8_linear", "fp8_moe"):
+        for compute, backend in (((8, 0), "torch"), ((8, 9), "triton")):
+            found = REGISTRY.select(operation, capability=Capability("cuda", compute), dtype=torch.bfloat16)
+            assert found.backend == backend
     codes, scales = make_weight(40, 72)
     hidden = torch.randn(3, 72)
     kernel = Kernels.select(REGISTRY, Capability("cpu"), torch.float32).fp8_linear

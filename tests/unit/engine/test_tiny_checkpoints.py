@@ -5,11 +5,13 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import torch
 from engine_oracle import Oracle
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from tests.support.float8 import read_all, widen
 from twinpool.engine.checkpoint import SINGLE_FILE, Checkpoint
 from twinpool.engine.config import FAMILIES, Family, ModelConfig
 from twinpool.engine.tiny import write_tiny
@@ -67,6 +69,30 @@ def test_sizes_and_overrides_are_obeyed(tmp_path: Path) -> None:
     assert (config.max_position_embeddings, config.num_kv_heads, config.dtype) == (8192, 6, "bfloat16")
     assert {stored.dtype for stored in Checkpoint(path).tensors.values()} == {"BF16"}
     assert Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size() == 700
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_float8_packs_the_same_weights_as_deepseek_does(shards: int, tmp_path: Path) -> None:
+    """Codes and float32 scales of every linear layer; embedding, head, norms, router stay; each weight to 1/16 of itself or
+    of the smallest step that its block's scale leaves."""
+    sizes = {"hidden": 200, "dtype": "bfloat16"}
+    plain = read_all(write_tiny(tmp_path / "plain", "deepseek_v3", **sizes))  # type: ignore[arg-type]
+    path = write_tiny(tmp_path / "packed", "deepseek_v3", **sizes, shards=shards, float8=True)  # type: ignore[arg-type]
+    assert len(list(path.glob("*.safetensors"))) == shards
+    assert ModelConfig.from_pretrained(path).float8_weights
+    packed = read_all(path)
+    kept = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+    for name, weight in plain.items():
+        if any(part in name for part in kept):
+            assert torch.equal(packed.pop(name), weight)
+            continue
+        codes, scales = packed.pop(name), packed.pop(f"{name}_scale_inv")
+        assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+        assert scales.shape == tuple(-(-size // 128) for size in weight.shape)
+        error = (widen(codes, scales) - weight.float()).abs()
+        step = widen(torch.full_like(weight, 2.0**-9).to(torch.float8_e4m3fn), scales)
+        assert bool((error <= torch.maximum(weight.float().abs() / 16, step) * 1.001).all()), name
+    assert not packed
 
 
 @pytest.mark.parametrize(
