@@ -171,11 +171,12 @@ class RouterSpec:
 
 
 class Routing(NamedTuple):
-    """Weights ``float32[T, k]`` and experts ``int[T, k]``; ``lists`` is what a backend's router leaves for its experts."""
+    """Weights ``float32[T, k]`` and experts ``int[T, k]``; ``lists`` is what a backend's router leaves for its experts, good
+    for one call of ``Moe``."""
 
     weights: Tensor
     experts: Tensor
-    lists: tuple[Tensor, Tensor] | None = None
+    lists: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Route(Protocol):
@@ -216,10 +217,11 @@ class MlaLayer:
 
 
 class MlaSmall(Protocol):
-    """Residual, norm and latent attention of a layer for very few tokens, one of each sequence.
+    """Residual, norm and latent attention of a layer for few tokens, one of each sequence.
 
     ``hidden [T, size]`` and parts still to be added, ``[T, parts, size]`` or ``[T, size]``, None for none -> their sum and
-    what attention adds to it. Stores the tokens' cache rows, none for slot -1. ``cos`` and ``sin`` as in ``MlaStep``.
+    what attention adds to it, again maybe in parts. Stores the tokens' cache rows, none for slot -1. ``cos`` and ``sin``
+    as in ``MlaStep``; ``attention`` serves where no kernel is fitted in.
     """
 
     def __call__(
@@ -231,6 +233,7 @@ class MlaSmall(Protocol):
         sin: Tensor,
         pages: Tensor,
         batch: AttentionBatch,
+        attention: MlaPagedAttention,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -296,10 +299,16 @@ class Kernels:
                 refused.extend(verdict.reason for verdict in verdicts if verdict.kernel.backend == backend)
             return registry.select(operation, capability=capability, dtype=dtype, layout=layout).function
 
+        def shortcut(operation: str) -> object:
+            verdicts = registry.explain(
+                operation, capability=capability, dtype=dtype, layout=layout, backend=backend
+            )
+            return verdicts[0].kernel.function if verdicts and verdicts[0].chosen else None
+
         found = replace(
             cls._of(find),
-            mla_small=cast(MlaSmall | None, registry.find("mla_small", capability, dtype, layout)),
-            route_small=cast(RouteSmall | None, registry.find("route_small", capability, dtype, layout)),
+            mla_small=cast(MlaSmall | None, shortcut("mla_small")),
+            route_small=cast(RouteSmall | None, shortcut("route_small")),
         )
         if backend is not None and not taken:
             why = "; ".join(dict.fromkeys(refused)) or "none registered"

@@ -18,7 +18,7 @@ LAYOUTS = (BLOCK_MAJOR, FP8_LATENT)
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``operations.AddNorm``."""
     if delta is not None:
-        hidden = hidden + (delta if delta.dim() == 2 else delta.sum(dim=1))
+        hidden = hidden + (delta if delta.dim() == 2 else delta.sum(dim=1).to(hidden.dtype))
     return hidden, F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 

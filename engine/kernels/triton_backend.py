@@ -46,7 +46,7 @@ _add("mla_rows", "triton_fused", _PAGES, "norm, rotation and store in one launch
 _add("add_norm", "triton_fused", _EVERY, "one launch")
 _add("silu_mul", "triton_fused", _EVERY, "one launch")
 _add("fp8_linear", "triton_fp8_linear", _EVERY, "codes widened on chip; many rows packed too")
-_add("mla_small", "triton_small_launch", _PAGES, "a layer's attention in five launches")
+_add("mla_small", "triton_few_launch", _PAGES, "a layer's attention in five launches for one token, seven for more")
 _add("route_small", "triton_small_launch", _EVERY, "residual, norm and scores in one launch, choice in another")
 _add("route", "triton_moe", _EVERY, "scores, choice and lists in two launches")
 _add("moe", "triton_moe", _EVERY, "grouped products in two launches")

@@ -287,17 +287,20 @@ def output_kernel(
 
 @triton.jit
 def scores_small(
-    HIDDEN, DELTA, NORM, WEIGHT, SUM, NORMED, LOGITS, eps,
+    HIDDEN, DELTA, NORM, WEIGHT, SUM, NORMED, LOGITS, ZERO, eps, zeros,
     EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (run of experts): residual, norm and the router's product; the first one stores the sum and the norm."""
+    """Program (run of experts): residual, norm and the router's product; the first one stores the sum and the norm, and
+    fills ZERO with zeros."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     held = (row < EXPERTS)[:, None] & (column < SIZE)[None, :]
     weight = tl.load(WEIGHT + row[:, None] * SIZE + column[None, :], mask=held, other=0.0)
     scale = tl.load(NORM + column, mask=column < SIZE, other=0.0).to(tl.float32)
     begin(PDL)
+    if tl.program_id(0) == 0:
+        tl.store(ZERO + column, tl.zeros([BLOCK], tl.int32), mask=column < zeros)
     for m in tl.static_range(TOKENS):
         first = tl.program_id(0) == 0
         x = normed(HIDDEN, DELTA, SUM, scale, m, column, eps, first, SIZE, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels.operations import MlaLayer, RouterSpec, Routing
 from twinpool.engine.kernels.triton_launch import LOG2_E, overlap
-from twinpool.engine.kernels.triton_moe import choose
+from twinpool.engine.kernels.triton_moe import choose, new_lists
 from twinpool.engine.kernels.triton_small import (
     absorb_kernel,
     attend_kernel,
@@ -145,8 +145,11 @@ def route_small(
     number = len(router)
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     logits = torch.empty(1, tokens, number, dtype=torch.float32, device=hidden.device)
+    lists, zero = new_lists(logits, spec)
+    if len(zero) > size:
+        zero.zero_()
     scores_small[(triton.cdiv(number, tiles.experts),)](
-        hidden, delta, norm, router, total, normed, logits, eps, EXPERTS=number, SIZE=size,
+        hidden, delta, norm, router, total, normed, logits, zero, eps, len(zero), EXPERTS=number, SIZE=size,
         BLOCK=triton.next_power_of_2(size), TOKENS=tokens, ROWS=tiles.experts, num_warps=4, **overlap(hidden),
     )  # fmt: skip
-    return total, normed, choose(logits, spec)
+    return total, normed, choose(logits, spec, lists)

@@ -20,8 +20,10 @@ from twinpool.engine.models.paths import PrefillPath
 from twinpool.engine.models.rotary import RotaryEmbedding, RotaryTables
 from twinpool.engine.models.weights import WeightSlot, parameter
 
+FEW = 64
+"""Decodes of a step up to which attention takes the kernels for few tokens. Measured on an H200: see docs/kernels.md."""
 SMALL = 1
-"""Decodes of a step up to which a layer takes the kernels for very few tokens. Measured on an H200: see docs/kernels.md."""
+"""The same for residual, norm and routing in one."""
 
 
 class DecoderLayer(nn.Module):
@@ -68,8 +70,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``hidden [T, hidden]`` and what is still to be added to it -> the same, or only ``rows`` of it (the KV of all
         tokens is written)."""
-        small = batch.num_tokens == batch.num_decodes <= SMALL
-        hidden, attended = self._attend(hidden, delta, rotary, pages, batch, small)
+        decodes = batch.num_tokens == batch.num_decodes
+        few, small = (decodes and batch.num_tokens <= most for most in (FEW, SMALL))
+        hidden, attended = self._attend(hidden, delta, rotary, pages, batch, few)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         norm, mlp, route = self.mlp_norm, self.mlp, self.kernels.route_small
@@ -89,14 +92,15 @@ class DecoderLayer(nn.Module):
         rotary: RotaryTables,
         pages: Tensor,
         batch: AttentionBatch,
-        small: bool,
+        few: bool,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what attention adds to it."""
         norm, attention, whole = self.input_norm, self.attention, self.kernels.mla_small
-        if small and whole is not None and isinstance(attention, MlaAttention):
+        if few and whole is not None and isinstance(attention, MlaAttention):
             layer = attention.whole(norm)
             if layer is not None:
-                return whole(hidden, delta, layer, rotary.cos, rotary.sin, pages, batch)
+                attend = self.kernels.mla_paged_attention
+                return whole(hidden, delta, layer, rotary.cos, rotary.sin, pages, batch, attend)
         hidden, normed = self.kernels.add_norm(hidden, delta, norm.weight, norm.eps)
         return hidden, attention(normed, rotary, pages, batch)
 

@@ -109,7 +109,8 @@ def test_routing_and_its_lists(tokens: int, normalize: bool) -> None:
     )
     assert found.lists is not None
     other = triton_moe.lists_of(Routing(found.weights, found.experts), 10)
-    for count, lists in (found.lists, other):
+    for count, lists, counters in (found.lists, other):
+        assert not counters.any()
         for expert in range(10):
             pairs = lists[expert * tokens :][: int(count[expert])].tolist()
             assert sorted(pairs) == (found.experts.reshape(-1) == expert).nonzero()[:, 0].tolist()
