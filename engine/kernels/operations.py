@@ -141,6 +141,22 @@ class AddNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class RotaryTablesOf(Protocol):
+    """``positions int64[T]``, ``frequencies float32[rope / 2]`` -> cosines and signed sines times ``scaling``,
+    ``[T, 1, rope]`` of ``dtype`` each, as ``rotary.RotaryTables`` holds them. Angles are float32."""
+
+    def __call__(
+        self, positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Greedy(Protocol):
+    """``logits [m, vocab]`` -> ``int32[2, m]``: the first token of the greatest logit, and 1 if that is finite and no logit
+    NaN, else 0 (then the token means nothing)."""
+
+    def __call__(self, logits: Tensor) -> Tensor: ...
+
+
 class SiluMul(Protocol):
     """``both [T, 2 n]`` -> ``silu(both[:, :n]) * both[:, n:]``."""
 
@@ -262,6 +278,8 @@ class Kernels:
     gqa_paged_attention: GqaPagedAttention
     merge_attention: MergeAttention
     mla_rows: MlaRows
+    rotary_tables: RotaryTablesOf
+    greedy: Greedy
     add_norm: AddNorm
     silu_mul: SiluMul
     fp8_linear: Fp8Linear
@@ -324,6 +342,8 @@ class Kernels:
             gqa_paged_attention=cast(GqaPagedAttention, find("gqa_paged_attention")),
             merge_attention=cast(MergeAttention, find("merge_attention")),
             mla_rows=cast(MlaRows, find("mla_rows")),
+            rotary_tables=cast(RotaryTablesOf, find("rotary_tables")),
+            greedy=cast(Greedy, find("greedy")),
             add_norm=cast(AddNorm, find("add_norm")),
             silu_mul=cast(SiluMul, find("silu_mul")),
             fp8_linear=cast(Fp8Linear, find("fp8_linear")),

@@ -11,7 +11,6 @@ each a slice of the shared MLP, whose lists hold every token.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,8 +117,10 @@ def _down(
         rest = final + inner < WIDTH
         if EAGER:
             late = tl.load(matrix + place + final, mask=rest[:, None] & wide[None, :], other=0.0)
-        while tl.atomic_add(DONE + slot, 0, sem="acquire") < needed:
+        while tl.load(DONE + slot, volatile=True) < needed:
             pass
+        # What others have stored before they counted is visible from here on.
+        done = tl.atomic_add(DONE + slot, 0, sem="acquire")
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in tl.range(0, final, STEP, num_stages=STAGES):
             inside = begin + inner < WIDTH
@@ -128,6 +129,8 @@ def _down(
             acc = _product(left, right, acc, CAST)
         if EAGER:
             left = tl.load(rows + final, mask=real[:, None] & rest[None, :], other=0.0)
+            # Always true; it keeps these weights in registers while the loop needs the shared memory.
+            late = tl.where(done >= needed, late, 0.0)
             acc = _product(left, late, acc, CAST)
         weight = tl.load(WEIGHTS + pair, mask=real & (expert < EXPERTS), other=1.0)
         target = line[:, None] * SIZE + column[None, :]
@@ -228,5 +231,5 @@ def products(
         tokens, tiles, slots, SIZE=size, WIDTH=width, EXPERTS=number, CHOSEN=chosen, EXTRA=extra, ROWS=rows,
         COLUMNS_UP=first.columns, STEP_UP=first.step, STAGES_UP=first.stages,
         COLUMNS_DOWN=second.columns, STEP_DOWN=second.step, STAGES_DOWN=second.stages,
-        CAST=hidden.device.type == "cpu", SINGLE=single, EAGER=EAGER, num_warps=first.warps, **overlap(hidden),
+        CAST=hidden.device.type == "cpu", SINGLE=single, EAGER=EAGER and single, num_warps=first.warps, **overlap(hidden),
     )  # fmt: skip

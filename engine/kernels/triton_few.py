@@ -36,8 +36,9 @@ def product_few(
     place = WEIGHT + batch * w_batch + output[None, :] * SIZE + inner[:, None]
     weight = tl.load(place, mask=inside[:, None] & wide[None, :], other=0.0)
     if PDL:
-        gdc_wait()
+        # In this order: what follows may hold its weights too while all of this waits.
         gdc_launch_dependents()
+        gdc_wait()
     held = (row < tokens)[:, None] & inside[None, :]
     x = tl.load(X + batch * x_batch + row[:, None] * x_token + inner[None, :], mask=held, other=0.0)
     y = _dot(x, weight, CAST)
@@ -47,10 +48,10 @@ def product_few(
 
 @triton.jit
 def _sum(PLACE, held, pitch, PARTS: tl.constexpr):
-    """Values at ``PLACE`` and at each further ``pitch``, summed up as the float32 that they are."""
-    total = tl.load(PLACE, mask=held, other=0.0)
+    """Values at ``PLACE`` and at each further ``pitch``, summed up in float32."""
+    total = tl.load(PLACE, mask=held, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(PLACE + part * pitch, mask=held, other=0.0)
+        total += tl.load(PLACE + part * pitch, mask=held, other=0.0).to(tl.float32)
     return total
 
 
@@ -86,13 +87,14 @@ def queries_few(
     LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr, PAGE: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program: first the tokens' cache rows, one each; then (head, run of latent columns) the absorbed queries of all
-    tokens, of which run 0 rotates. ``BOTH`` are ``PARTS`` parts of ``[tokens, HEADS * (nope + rope) + latent + rope]``,
-    ``pitch`` apart -> ``OUT [tokens, HEADS, latent + rope]``."""
+    """Program: first the tokens' cache rows, one each; then (head, run of latent columns, run of tokens) the absorbed
+    queries, of which the first columns' programs rotate. ``BOTH`` are ``PARTS`` parts of ``[tokens, HEADS * (nope + rope) +
+    latent + rope]``, ``pitch`` apart -> ``OUT [tokens, HEADS, latent + rope]``."""
     width: tl.constexpr = LATENT + 2 * HALF
     kind: tl.constexpr = OUT.dtype.element_ty
     index = tl.program_id(0) - tokens
-    head, run = index // RUNS, index % RUNS
+    tiles = (tokens + ROWS - 1) // ROWS
+    head, run = index // (RUNS * tiles), index // tiles % RUNS
     nope = tl.arange(0, NOPE_PAD)
     column = run * COLUMNS + tl.arange(0, COLUMNS)
     held = (nope < NOPE)[:, None] & (column < LATENT)[None, :] & (index >= 0)
@@ -107,7 +109,7 @@ def queries_few(
             pitch, HALF, HALF_PAD, LATENT, LATENT_PAD, PAGE, PARTS, kind,
         )  # fmt: skip
     else:
-        row = tl.arange(0, ROWS)
+        row = index % tiles * ROWS + tl.arange(0, ROWS)
         some = (row < tokens)[:, None]
         query = BOTH + row[:, None].to(tl.int64) * token_stride + head * (NOPE + 2 * HALF)
         x = _sum(query + nope[None, :], some & (nope < NOPE)[None, :], pitch, PARTS).to(kind)

@@ -4,6 +4,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -15,17 +16,19 @@ from twinpool.engine.kernels.triton_launch import overlap
 
 
 class FewTiles(NamedTuple):
-    """Outputs, inner size and warps of a program of a dense product; values of a head of a program; latent columns of a
-    program of the absorbed queries."""
+    """Outputs, inner size and warps of a program of a dense product, for up to 16 tokens and for more; values of a head of a
+    program; latent columns and tokens of a program of the absorbed queries."""
 
-    columns: int = 128
-    inner: int = 256
-    warps: int = 8
+    dense: tuple[int, int, int] = (32, 1024, 4)
+    wide: tuple[int, int, int] = (64, 512, 8)
     values: int = 32
     latent: int = 128
+    rows: int = 16
 
 
 TILES = FewTiles()
+LIBRARY = 16
+"""Tokens beyond which the library's product of the normed tokens takes less time."""
 SINGLE = 1
 """Tokens up to which the kernels of ``triton_small_launch`` take less time. Measured on an H200: see docs/kernels.md."""
 
@@ -49,12 +52,11 @@ def product(
 
 def _parts(x: Tensor, weight: Tensor, tiles: FewTiles) -> Tensor:
     """``x [T, n] @ weight [outputs, n].T`` in parts, ``float32[T, splits, outputs]``."""
-    splits = triton.cdiv(x.shape[1], tiles.inner)
+    columns, inner, warps = tiles.dense if len(x) <= LIBRARY else tiles.wide
+    splits = triton.cdiv(x.shape[1], inner)
     out = torch.empty(len(x), splits, len(weight), dtype=torch.float32, device=x.device)
-    product(
-        x[:, None], weight[None], out.transpose(0, 1)[:, :, None],
-        columns=tiles.columns, inner=tiles.inner, warps=tiles.warps,
-    )  # fmt: skip
+    target = out.transpose(0, 1)[:, :, None]
+    product(x[:, None], weight[None], target, columns=columns, inner=inner, warps=warps)
     return out
 
 
@@ -68,12 +70,12 @@ def _queries(
     out = torch.empty(tokens, heads, latent + layer.rope, dtype=layer.up.dtype, device=both.device)
     half = layer.rope // 2
     runs = triton.cdiv(latent, tiles.latent)
-    queries_few[(tokens + heads * runs,)](
+    queries_few[(tokens + heads * runs * triton.cdiv(tokens, tiles.rows),)](
         both, layer.up, layer.kv_norm, cos, sin, batch.slots, pages, out, tokens, layer.kv_eps, pages.stride(0),
         layer.up.stride(0), both.stride(0), both.stride(1), HEADS=heads, NOPE=layer.nope,
         NOPE_PAD=max(triton.next_power_of_2(layer.nope), 16), HALF=half, HALF_PAD=triton.next_power_of_2(half),
         LATENT=latent, LATENT_PAD=triton.next_power_of_2(latent), COLUMNS=tiles.latent, RUNS=runs, PAGE=batch.block_tokens,
-        PARTS=parts, ROWS=max(triton.next_power_of_2(tokens), 16), CAST=both.device.type == "cpu", num_warps=4,
+        PARTS=parts, ROWS=tiles.rows, CAST=both.device.type == "cpu", num_warps=4,
         **overlap(both),
     )  # fmt: skip
     return out
@@ -94,7 +96,9 @@ def mla_small(
     if len(hidden) <= SINGLE:
         return triton_small_launch.mla_small(hidden, delta, layer, cos, sin, pages, batch)
     hidden, normed = triton_fused.add_norm(hidden, delta, layer.norm, layer.norm_eps)
-    query = _queries(_parts(normed, layer.down, tiles), layer, cos, sin, pages, batch, tiles)
+    own = len(hidden) <= LIBRARY
+    both = _parts(normed, layer.down, tiles) if own else F.linear(normed, layer.down)[:, None]
+    query = _queries(both, layer, cos, sin, pages, batch, tiles)
     tokens, heads, _ = query.shape
     latent = layer.up.shape[2]
     found = attention(query, pages, batch, latent_dim=latent, scale=layer.scale).output

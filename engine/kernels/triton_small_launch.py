@@ -14,7 +14,6 @@ from twinpool.engine.kernels.triton_moe import choose, new_lists
 from twinpool.engine.kernels.triton_small import (
     absorb_kernel,
     attend_kernel,
-    join_kernel,
     output_kernel,
     project_kernel,
     scores_small,
@@ -59,27 +58,6 @@ def _split(
         CAST=query.device.type == "cpu", num_warps=tiles.attend_warps, **overlap(query),
     )  # fmt: skip
     return part, part_lse
-
-
-def attend(
-    query: Tensor,
-    pages: Tensor,
-    batch: AttentionBatch,
-    output: Tensor,
-    lse: Tensor | None,
-    *,
-    scale: float,
-    tiles: SmallTiles = TILES,
-) -> None:
-    """Fills ``output [T, heads, latent]`` and ``lse [T, heads]``; every sequence of ``batch`` has one token."""
-    tokens, heads, latent = output.shape
-    part, part_lse = _split(query, pages, batch, latent, scale, tiles)
-    splits = part.shape[1]
-    join_kernel[(heads, triton.cdiv(latent, tiles.columns), tokens)](
-        part, part_lse, output, output if lse is None else lse, HEADS=heads, LATENT=latent, COLUMNS=tiles.columns,
-        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits), WITH_LSE=lse is not None, num_warps=4,
-        **overlap(query),
-    )  # fmt: skip
 
 
 def mla_small(

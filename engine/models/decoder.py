@@ -131,6 +131,8 @@ class PagedDecoder(DecoderModel):
         used = (
             kernels.mla_paged_attention,
             kernels.mla_rows,
+            kernels.rotary_tables,
+            kernels.greedy,
             kernels.add_norm,
             kernels.silu_mul,
             kernels.route,
@@ -155,7 +157,7 @@ class PagedDecoder(DecoderModel):
     def forward(self, token_ids: Tensor, positions: Tensor, pool: Tensor, batch: AttentionBatch) -> Tensor:
         """See ``DecoderModel.forward``."""
         hidden = F.embedding(token_ids, self.embedding)
-        rotary = self.rotary.tables(positions, hidden.dtype)
+        rotary = self.rotary.tables(positions, hidden.dtype, self.kernels.rotary_tables)
         final = len(self.layers) - 1
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -165,9 +167,14 @@ class PagedDecoder(DecoderModel):
         return self.kernels.add_norm(hidden, delta, self.norm.weight, self.norm.eps)[1]
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DecoderModel.logits``."""
-        return F.linear(hidden, self.head).to(torch.float32)
+    def scores(self, hidden: Tensor) -> Tensor:
+        """See ``DecoderModel.scores``."""
+        return F.linear(hidden, self.head)
+
+    @torch.inference_mode()
+    def best(self, scores: Tensor) -> Tensor:
+        """See ``DecoderModel.best``."""
+        return self.kernels.greedy(scores)
 
     def slots(self, prefix: str = "") -> Iterator[WeightSlot]:
         """Every tensor that a checkpoint of this model must hold."""
