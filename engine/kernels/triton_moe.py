@@ -117,7 +117,8 @@ def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec)
     experts = len(weight)
     pad = max(triton.next_power_of_2(experts), 16)
     # Few tokens: many splits, to have the processors at work. Many: few partial sums.
-    split = 32 if tokens <= 64 else 16
+    tiles = triton.cdiv(tokens, 16)
+    split = 32 if tokens <= 64 else max(2, min(16, triton.next_power_of_2(1024 // tiles)))
     part = torch.empty(split, tokens, experts, dtype=torch.float32, device=hidden.device)
     lists, zero = new_lists(part, spec)
     scores_kernel[(triton.cdiv(tokens, 16), split)](
