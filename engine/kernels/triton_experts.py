@@ -5,8 +5,7 @@
 A block takes a ticket. The first ones are for tiles of gate and up with the activation; the others for tiles of the down
 product, which wait until all of gate and up of their rows is there. As tickets are given out in order, what a block
 waits for is under way; mostly it is long there, so that no processor idles between the two products, and the memory is
-kept busy. For a single token, whose blocks all end at once, a block of the first kind orders a share of the second
-product's weights into the L2 cache before it ends. The shared experts are further experts,
+kept busy. The shared experts are further experts,
 each a slice of the shared MLP, whose lists hold every token.
 """
 
@@ -56,35 +55,11 @@ def _product(left, right, acc, CAST: tl.constexpr):
 
 
 @triton.jit
-def _order(DOWN, SHARED, expert, run, RUNS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-           EXPERTS: tl.constexpr, EXTRA: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """Asks for the ``run``-th of ``RUNS`` shares of an expert's rows of the down product, and does not wait for them."""
-    share: tl.constexpr = (SIZE + RUNS - 1) // RUNS
-    lane = tl.arange(0, LANES)
-    row = run * share + lane
-    place = DOWN + (expert.to(tl.int64) * SIZE + row) * WIDTH
-    if expert >= EXPERTS:
-        place = SHARED + (row * EXTRA + expert - EXPERTS).to(tl.int64) * WIDTH
-    size = tl.where((lane < share) & (row < SIZE), WIDTH * DOWN.dtype.element_ty.primitive_bitwidth // 8, 0)
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred p;
-            setp.gt.s32 p, $2, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r", [place.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _gate_up(
-    HIDDEN, WEIGHT, SHARED, DOWN, SHARED_DOWN, LISTS, COUNT, OUT, tokens, tiles, slot, run, RUNS: tl.constexpr,
+    HIDDEN, WEIGHT, SHARED, LISTS, COUNT, OUT, tokens, tiles, slot, run,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, CAST: tl.constexpr,
-    SINGLE: tl.constexpr, LANES: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     """The ``run``-th columns of ``silu(gate) * up`` for tile ``slot`` of the experts' lists: ``OUT [tokens, parts, WIDTH]``."""
     expert, _pair, token, part, real, some = _rows_of(
@@ -109,8 +84,6 @@ def _gate_up(
             left = tl.load(rows + begin, mask=real[:, None] & inside[None, :], other=0.0)
             gate = _product(left, tl.load(gates + place + begin, mask=held, other=0.0), gate, CAST)
             up = _product(left, tl.load(ups + place + begin, mask=held, other=0.0), up, CAST)
-        if LANES > 0:
-            _order(DOWN, SHARED_DOWN, expert, run, RUNS, SIZE, WIDTH, EXPERTS, EXTRA, LANES)
         active = gate / (1.0 + tl.exp(-gate)) * up
         target = (token.to(tl.int64) * (CHOSEN + EXTRA) + part)[:, None] * WIDTH + column[None, :]
         tl.store(OUT + target, active.to(OUT.dtype.element_ty), mask=real[:, None] & wide[None, :])
@@ -161,7 +134,7 @@ def experts_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, EXTRA: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS_UP: tl.constexpr, STEP_UP: tl.constexpr, STAGES_UP: tl.constexpr,
     COLUMNS_DOWN: tl.constexpr, STEP_DOWN: tl.constexpr, STAGES_DOWN: tl.constexpr,
-    CAST: tl.constexpr, SINGLE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    CAST: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program: whatever its ticket says. SYNC, zeros at first: the next ticket, and for each tile how much of it is done."""
     # The zeros are older than the launch before this one.
@@ -174,8 +147,8 @@ def experts_kernel(
     if turn < slots * ups:
         slot = turn // ups
         _gate_up(
-            HIDDEN, GATE_UP, SHARED_UP, DOWN, SHARED_DOWN, LISTS, COUNT, ACTIVE, tokens, tiles, slot, turn % ups, ups,
-            SIZE, WIDTH, EXPERTS, CHOSEN, EXTRA, ROWS, COLUMNS_UP, STEP_UP, STAGES_UP, CAST, SINGLE, LANES,
+            HIDDEN, GATE_UP, SHARED_UP, LISTS, COUNT, ACTIVE, tokens, tiles, slot, turn % ups,
+            SIZE, WIDTH, EXPERTS, CHOSEN, EXTRA, ROWS, COLUMNS_UP, STEP_UP, STAGES_UP, CAST, SINGLE,
         )  # fmt: skip
         # All threads have stored before one of them says so.
         tl.debug_barrier()
@@ -205,11 +178,13 @@ TILES = {
 }
 """By rows of a tile, for gate and up and for down. Measured on an H200 but for the last: see docs/kernels.md."""
 
-SINGLE_TILES = (Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
-"""As ``TILES``, for one token: its experts alone have to keep all processors busy."""
+FEW, FEW_TILES = 32, (Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))
+"""As ``TILES``, for up to ``FEW`` tokens."""
+SINGLE_TILES = (Tile(32, 256, 3, 4), Tile(64, 256, 3, 4))
+"""As ``TILES``, for one token: two blocks fit on a processor, and the last third of the first product runs beside the
+second one's beginning."""
 
 
-ORDER = True
 MOST_SHARED = 8
 """Shared experts for which a router leaves counters."""
 
@@ -238,13 +213,9 @@ def products(
     rows = tile_rows(tokens * chosen, number)
     tiles = triton.cdiv(tokens, rows)
     slots = chosen + extra if single else (number + extra) * tiles
-    first, second = SINGLE_TILES if single else TILES[rows]
+    first, second = SINGLE_TILES if single else FEW_TILES if tokens <= FEW else TILES[rows]
     active = hidden.new_empty(tokens, chosen + extra, width)
     blocks = slots * (triton.cdiv(width, first.columns) + triton.cdiv(size, second.columns))
-    pdl = overlap(hidden)
-    # Bulk orders are of whole 16 bytes.
-    share = triton.cdiv(size, triton.cdiv(width, first.columns))
-    lanes = triton.next_power_of_2(share) if ORDER and single and pdl["PDL"] and width % 8 == 0 else 0
     experts_kernel[(blocks,)](
         hidden, experts.gate_up, experts.gate_up if experts.shared_gate_up is None else experts.shared_gate_up,
         experts.down, experts.down if experts.shared_down is None else experts.shared_down,
@@ -252,5 +223,5 @@ def products(
         tokens, tiles, slots, SIZE=size, WIDTH=width, EXPERTS=number, CHOSEN=chosen, EXTRA=extra, ROWS=rows,
         COLUMNS_UP=first.columns, STEP_UP=first.step, STAGES_UP=first.stages,
         COLUMNS_DOWN=second.columns, STEP_DOWN=second.step, STAGES_DOWN=second.stages,
-        CAST=hidden.device.type == "cpu", SINGLE=single, LANES=lanes, num_warps=first.warps, **pdl,
+        CAST=hidden.device.type == "cpu", SINGLE=single, num_warps=first.warps, **overlap(hidden),
     )  # fmt: skip

@@ -100,8 +100,8 @@ def queries_few(
     held = (nope < NOPE)[:, None] & (column < LATENT)[None, :] & (index >= 0)
     weight = tl.load(UP + head * up_head + nope[:, None] * LATENT + column[None, :], mask=held, other=0.0)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     if index < 0:
         token = tl.program_id(0).to(tl.int64)
         _store_row(

@@ -30,10 +30,9 @@ def merge_kernel(
     start = tl.load(Q_START + sequence)
     rows = (tl.load(Q_START + sequence + 1) - start) * HEADS
     if PDL:
-        # The plan is older than the split, which let this launch begin only after it had waited itself. What comes next
-        # may hold its weights meanwhile.
-        gdc_launch_dependents()
+        # The plan is older than the split, which let this launch begin only after it had waited itself.
         gdc_wait()
+        gdc_launch_dependents()
     # One block did the whole sequence: it wrote the output itself.
     if (first < last) & (tl.program_id(0) * ROWS < rows):
         real = row < rows

@@ -108,6 +108,10 @@ def assign_kernel(CHOICE, COUNT, LISTS, tokens, total, BLOCK: tl.constexpr):
     tl.store(LISTS + expert * tokens + at, pair, mask=real)
 
 
+MANY_ROWS = 512
+"""Tokens from which on programs of the router's scores take 64 at a time, so that they read its weights less often."""
+
+
 def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec) -> Routing:
     """See ``operations.Route``. Groups and sigmoids are left to torch."""
     if bias is not None or spec.groups > 1:
@@ -117,13 +121,14 @@ def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec)
     experts = len(weight)
     pad = max(triton.next_power_of_2(experts), 16)
     # Few tokens: many splits, to have the processors at work. Many: few partial sums.
-    tiles = triton.cdiv(tokens, 16)
-    split = 32 if tokens <= 64 else max(2, min(16, triton.next_power_of_2(1024 // tiles)))
+    rows = 16 if tokens <= MANY_ROWS else 64
+    tiles = triton.cdiv(tokens, rows)
+    split = 32 if tokens <= 64 else max(1, min(16, triton.next_power_of_2(512 // tiles)))
     part = torch.empty(split, tokens, experts, dtype=torch.float32, device=hidden.device)
     lists, zero = new_lists(part, spec)
-    scores_kernel[(triton.cdiv(tokens, 16), split)](
+    scores_kernel[(tiles, split)](
         hidden, weight, part, zero, tokens, len(zero),
-        SIZE=size, EXPERTS=experts, PAD=pad, ROWS=16, STEP=64, SPLIT=split, num_warps=4, **overlap(hidden),
+        SIZE=size, EXPERTS=experts, PAD=pad, ROWS=rows, STEP=64, SPLIT=split, num_warps=4, **overlap(hidden),
     )  # fmt: skip
     return choose(part, spec, lists)
 

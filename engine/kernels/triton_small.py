@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """Latent attention of a decode step of very few tokens, in five launches: there, a layer is bound by launches and latency.
 
-Every kernel orders what does not depend on the launches before it (its weights, old KV), lets the next launch begin, and
-only then waits; so weights cross the memory while the launches before end. What a kernel reads before it waits must not
-be written in the same step. Sums that used to be launches of their own (residual and norm, the join of split
+Every kernel orders what does not depend on the launch before it (its weights, old KV), and only then waits for that
+launch; so weights cross the memory while the launch before ends. What a kernel reads before it waits must not be
+written by the launch just before it. Sums that used to be launches of their own (residual and norm, the join of split
 attention) are taken by each program that needs them.
 """
 
@@ -18,10 +18,10 @@ MINUS = tl.constexpr(-1.0e30)
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """From here on the launch before is over. The next ones may hold their weights while this one still waits."""
+    """From here on the launch before is over, and the next one may be prepared."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
