@@ -7,10 +7,11 @@ nothing and store nothing. Attention plans its work on the device, inside the gr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
@@ -24,19 +25,28 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 log = get_logger(__name__)
 
 
+class Replayed(NamedTuple):
+    """What a step leaves, valid until the next run: logits ``[n, vocab]`` of the model's dtype and the greedy choice from
+    them, ``int32[2, n]`` (``operations.Greedy``)."""
+
+    logits: Tensor
+    best: Tensor
+
+
 @dataclass(slots=True)
 class _Graph:
-    """A captured step of ``size`` sequences, the tensors it reads and the logits it leaves."""
+    """A captured step of ``size`` sequences, the tensors it reads and what it leaves."""
 
     size: int
-    whole: Tensor  # int64[3, size]: token ids, positions, slots
+    numbers: Tensor  # uint8: int64[3, size] of token ids, positions, slots; then int32[size] of contexts
     batch: AttentionBatch
-    staged: Tensor  # pinned, as ``whole``
-    staged_context: Tensor  # pinned int32[size]
+    staged: Tensor  # pinned, as ``numbers``
     staged_table: Tensor  # pinned int32[size, blocks]
     copied: torch.cuda.Event
     replayed: torch.cuda.CUDAGraph
-    logits: Tensor | None = None
+    result: Replayed | None = None
+    table: NDArray[np.int32] | None = None
+    """The block table of the last plan, as far as it was wide: most steps come with the same one."""
 
 
 class DecodeGraphs:
@@ -66,33 +76,39 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def run(self, plan: PlanArrays) -> Tensor:
-        """Runs a plan that ``fits``: logits ``float32[n, vocab]``, valid until the next run. Does not wait for the device."""
+    def run(self, plan: PlanArrays) -> Replayed:
+        """Runs a plan that ``fits``. Does not wait for the device."""
         count = len(plan.seq)
         size = next(bucket for bucket in self._buckets if bucket >= count)
         graph = self._graphs.get(size) or self._capture(size)
         graph.copied.synchronize()  # The staging memory is free again once the last step's copies are done.
         self._stage(graph, plan, count)
         graph.replayed.replay()
-        assert graph.logits is not None
-        return graph.logits[:count]
+        assert graph.result is not None
+        return Replayed(graph.result.logits[:count], graph.result.best[:, :count])
 
     def _stage(self, graph: _Graph, plan: PlanArrays, count: int) -> None:
-        whole, table = graph.staged.numpy(), graph.staged_table.numpy()
+        size = graph.size
+        staged = graph.staged.numpy()
+        whole, context = (
+            staged[: 24 * size].view(np.int64).reshape(3, size),
+            staged[24 * size :].view(np.int32),
+        )
         whole[:2, count:], whole[2, count:] = 0, -1
         whole[0, :count], whole[1, :count], whole[2, :count] = plan.token_ids, plan.positions, plan.slots
-        context = graph.staged_context.numpy()
         context[:count], context[count:] = plan.context, 0
-        width = min(plan.block_table.shape[1], self._blocks)
-        table[:count, :width] = plan.block_table[:, :width]
-        graph.whole.copy_(graph.staged, non_blocking=True)
-        graph.batch.context.copy_(graph.staged_context, non_blocking=True)
-        graph.batch.block_table.copy_(graph.staged_table, non_blocking=True)
+        graph.numbers.copy_(graph.staged, non_blocking=True)
+        table = plan.block_table[:, : self._blocks]
+        if graph.table is None or not np.array_equal(graph.table, table):
+            graph.table = np.array(table)
+            graph.staged_table.numpy()[:count, : table.shape[1]] = table
+            graph.batch.block_table.copy_(graph.staged_table, non_blocking=True)
         graph.copied.record()
 
     def _capture(self, size: int) -> _Graph:
         device = self._pool.tensor.device
-        whole = torch.zeros(3, size, dtype=torch.int64, device=device)
+        numbers = torch.zeros(28 * size, dtype=torch.uint8, device=device)
+        whole = numbers[: 24 * size].view(torch.int64).view(3, size)
         whole[2] = -1
         # The lengths that captured launches are sized for; unequal ones, since real ones are.
         lengths = np.full(size, self._blocks * self._pool.block_tokens, np.int32)
@@ -106,14 +122,12 @@ class DecodeGraphs:
             num_decodes=size,
             device=device,
         )
-        batch.context.zero_()
-        batch.slots = whole[2]
+        batch.context, batch.slots = numbers[24 * size :].view(torch.int32), whole[2]
         made = _Graph(
             size=size,
-            whole=whole,
+            numbers=numbers,
             batch=batch,
-            staged=torch.zeros(3, size, dtype=torch.int64, pin_memory=True),
-            staged_context=torch.zeros(size, dtype=torch.int32, pin_memory=True),
+            staged=torch.zeros(28 * size, dtype=torch.uint8, pin_memory=True),
             staged_table=torch.full((size, self._blocks), -1, dtype=torch.int32, pin_memory=True),
             copied=torch.cuda.Event(),  # type: ignore[no-untyped-call]
             replayed=torch.cuda.CUDAGraph(),
@@ -126,12 +140,14 @@ class DecodeGraphs:
             side.synchronize()
             batch.forget()
             with torch.cuda.graph(made.replayed, pool=self._memory, stream=side):
-                made.logits = self._forward(made)
+                made.result = self._forward(made)
         self._memory = self._memory or made.replayed.pool()
         self._graphs[size] = made
         log.info("decode_graph_captured", sequences=size)
         return made
 
-    def _forward(self, graph: _Graph) -> Tensor:
-        hidden = self._model(graph.whole[0], graph.whole[1], self._pool.tensor, graph.batch)
-        return self._model.logits(hidden)
+    def _forward(self, graph: _Graph) -> Replayed:
+        whole = graph.numbers[: 24 * graph.size].view(torch.int64).view(3, graph.size)
+        hidden = self._model(whole[0], whole[1], self._pool.tensor, graph.batch)
+        logits = self._model.scores(hidden)
+        return Replayed(logits, self._model.best(logits))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
-from twinpool.engine.graphs import DecodeGraphs
+from twinpool.engine.graphs import DecodeGraphs, Replayed
 from twinpool.engine.kv.host import HostPool, SwapPlan
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.models.base import DecoderModel
@@ -114,14 +114,15 @@ class ModelRunner:
                 # Nothing was fetched that would have waited for the KV, and peers read it outside of any stream.
                 torch.cuda.current_stream(self._device).synchronize()
             return StepResult(np.zeros(len(draws), np.int32), None, {}, ())
-        logits, prompts = self._logits(arrays, sampled, scored, draws)
+        logits, best, prompts = self._logits(arrays, sampled, scored, draws)
         if not len(sampled):
             return self._take(_NOTHING_DRAWN, sampled, draws, prompts)
         flat, rows = _flatten(sampled, draws)
         masks = self._grammars.masks([draw.grammar for draw in flat]) if self._grammars is not None else None
         if len(flat) > len(sampled):
-            logits = logits[torch.tensor(rows, device=self._device)]
-        return self._take(sample(logits, flat, masks), sampled, draws, prompts)
+            index = torch.tensor(rows, device=self._device)
+            logits, best = logits[index], None if best is None else best[:, index]
+        return self._take(sample(logits, flat, masks, best), sampled, draws, prompts)
 
     def _logits(
         self,
@@ -129,13 +130,16 @@ class ModelRunner:
         sampled: NDArray[np.int64],
         scored: Mapping[int, range],
         draws: Sequence[SequenceDraw],
-    ) -> tuple[Tensor, dict[int, PromptLogprobs]]:
-        """Runs the model: logits of the last row of each sampled sequence, and what is wanted of prompts."""
+    ) -> tuple[Tensor, Tensor | None, dict[int, PromptLogprobs]]:
+        """Runs the model: logits of the last row of each sampled sequence, their greedy choice if it comes with them, and
+        what is wanted of prompts."""
         if not scored and (replayed := self._replay(arrays)) is not None:
+            logits, best = replayed
             last = arrays.q_start[sampled + 1].astype(np.int64) - 1
-            if len(last) < len(replayed):
-                replayed = replayed[torch.from_numpy(last).to(self._device)]
-            return replayed, {}
+            if len(last) < len(logits):
+                index = torch.from_numpy(last).to(self._device)
+                logits, best = logits[index], best[:, index]
+            return logits, best, {}
         rows = [arrays.q_start[sampled + 1].astype(np.int64) - 1]
         for index, positions in scored.items():
             row_zero = int(arrays.context[index] - arrays.q_start[index + 1])
@@ -148,10 +152,10 @@ class ModelRunner:
             assert scoring is not None
             prompts[index] = scoring.score(own, positions.start, self._model.logits)
             at += len(positions)
-        return self._model.logits(hidden[: len(sampled)]) if len(sampled) else hidden[:0], prompts
+        return self._model.logits(hidden[: len(sampled)]) if len(sampled) else hidden[:0], None, prompts
 
-    def _replay(self, arrays: PlanArrays) -> Tensor | None:
-        """Runs the model through a graph: logits of every token's row. None, with nothing done, for a plan that is not for graphs."""
+    def _replay(self, arrays: PlanArrays) -> Replayed | None:
+        """Runs the model through a graph: what every token's row leaves. None, with nothing done, for a plan that is not for graphs."""
         if self._graphs is None:
             return None
         chunks = arrays.num_decodes < len(arrays.seq)
@@ -218,6 +222,13 @@ class ModelRunner:
         draws: Sequence[SequenceDraw],
         prompts: Mapping[int, PromptLogprobs],
     ) -> StepResult:
+        if not (prompts or drawn.logprobs or drawn.failed.any()) and len(drawn.tokens) == len(sampled):
+            # Nearly every step, and the device idles meanwhile.
+            tokens = np.zeros(len(draws), np.int32)
+            tokens[sampled] = drawn.tokens
+            for index, token in zip(sampled.tolist(), drawn.tokens.tolist(), strict=True):
+                draws[index].append(token)
+            return StepResult(tokens, None, {}, ())
         result = _unflatten(drawn, sampled, draws, prompts)
         for index in sampled.tolist():
             if index not in result.failed:

@@ -44,7 +44,7 @@ def compare(count: int) -> float:
         torch.manual_seed(1)
         graphs = DecodeGraphs(model, make_pool(model, tables.size), max_context=24 * BLOCK, buckets=[count])
         graphs.run(plan)
-        found.append(graphs.run(plan).double())
+        found.append(graphs.run(plan).logits.double())
     return float((found[1] - found[0]).norm() / found[0].norm())
 
 

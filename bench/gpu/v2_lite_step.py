@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.gpu import transformers_baseline
 from bench.gpu.mla_cases import READ_BYTES_PER_SECOND
 from bench.gpu.v2_lite_shape import CONFIG
 from twinpool.engine.batch import AttentionBatch
@@ -96,7 +97,7 @@ def compare() -> dict[str, float]:
         runs = DecodeGraphs(model, pool, max_context=width * BLOCK, buckets=buckets)
         if backend is None:
             runs.run(plan)
-            logits = runs.run(plan)
+            logits = runs.run(plan).logits
         else:
             logits = eager(model, pool, plan)
         written = pool.tensor[
@@ -174,9 +175,10 @@ def time_batch(
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         started = time.perf_counter()
         begin.record()
-        drawn = graphs.run(plan).argmax(dim=-1)
+        best = graphs.run(plan).best
         end.record()
-        tokens = drawn.cpu().numpy()
+        tokens, finite = best.cpu().numpy()
+        assert finite.all()
         whole.append((time.perf_counter() - started) * 1e3)
         device.append(begin.elapsed_time(end))
     spent, floor = statistics.median(whole[3:]), floor_ms(batch, prompt)
@@ -223,11 +225,31 @@ def kernels_of(graphs: DecodeGraphs, plan: PlanArrays, replays: int = 3) -> list
     return sorted(rows, key=lambda row: -float(str(row["us"])))[:24]
 
 
+@torch.inference_mode()
+def baseline(model: PagedDecoder, batches: str, prompt: int) -> dict[str, object]:
+    """The same weights in ``transformers``: how far the logits of a prompt differ, and steps."""
+    import transformers
+
+    theirs = transformers_baseline.copy_model(model, CONFIG, "cuda")
+    plan = make_prefill([(100, 100)], np.arange(2)[None])
+    ours = eager(model, make_pool(model, 2), plan).double()
+    other = (
+        theirs(input_ids=torch.from_numpy(plan.token_ids.astype(np.int64))[None].cuda()).logits[0].double()
+    )
+    steps = []
+    for batch in map(int, batches.split(",")):
+        steps.append(transformers_baseline.time_steps(theirs, batch, prompt, 12))
+        print("transformers", transformers.__version__, steps[-1], flush=True)
+    error = float((ours - other).norm() / other.norm())
+    return {"version": transformers.__version__, "logits": error, "steps": steps}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--transformers", default="", help="batches of the baseline")
     parser.add_argument("--out", default=os.environ.get("OUT", ""))
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
@@ -252,6 +274,10 @@ def main() -> int:
             print("   ", kernel, flush=True)
         del graphs
     report |= {"errors": errors, "steps": rows}
+    if arguments.transformers:
+        del pool
+        torch.cuda.empty_cache()
+        report["transformers"] = baseline(model, arguments.transformers, arguments.prompt)
     if arguments.out:
         Path(arguments.out, "v2_lite_step.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0 if max(errors.values()) <= 3e-2 else 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from twinpool.engine.batch import AttentionBatch
-from twinpool.engine.kernels import triton_launch, triton_small_launch
+from twinpool.engine.kernels import triton_launch
 from twinpool.engine.kernels.gluon_mla_decode import mla_decode
 from twinpool.engine.kernels.operations import AttentionResult
 from twinpool.engine.kernels.triton_merge import merge
@@ -31,19 +31,15 @@ class Variant:
     way, not after all of them.
     ``gentle`` orders the second and third page of a block when the first one has come.
     ``pdl`` lets the launch begin while the one before it ends.
-    ``split`` leaves one short sequence of few heads to ``triton_small_launch``.
     """
 
     soon: int = 1
     gentle: bool = True
     pdl: bool = True
-    split: bool = True
 
 
 IDLE = 0.04
 """Share of processors that may idle for the sake of even cuts."""
-FEW_HEADS, SHORT = 16, 16384
-"""Heads and tokens of one sequence up to which a plain split and a join take less time than the persistent kernel."""
 RAGGED = {False: 12, True: 4}
 """Pages' worth of time that another sequence costs a block, unless cuts are even; with more than 64 query rows, when a
 page takes longer, fewer."""
@@ -101,9 +97,6 @@ def attend(
     """Fills ``output [T, heads, 512]`` and ``lse [T, heads]`` for operands that ``supports`` accepts."""
     heads = query.shape[1]
     built = variant or Variant()
-    if built.split and batch.num_tokens == 1 and heads <= FEW_HEADS and batch.host_context[0] <= SHORT:
-        triton_small_launch.attend(query, pages, batch, output, lse, scale=scale)
-        return
     largest = triton_launch.most_rows(batch, heads)
     groups = triton.cdiv(largest, ROWS)
     blocks, even = blocks_of(batch, triton_launch.device_of(query).processors, largest)

@@ -50,14 +50,26 @@ def _fetch_rope(rope_desc, row, full, rope, wanted):
 
 
 @gluon.jit
-def _load_query(Q, base, rows, col, WIDE: gl.constexpr):
+def _row_of(lane, rows, SPREAD: gl.constexpr):
+    """The query row that lies in line ``lane`` of a tile, and whether there is one. At most 16 rows are SPREAD over the
+    tile, four to a warp, so that all warps take part when they are stored."""
+    if SPREAD:
+        row = (lane // 16) * 4 + lane % 16
+        real = (lane % 16 < 4) & (row < rows)
+    else:
+        row = lane
+        real = lane < rows
+    return row, real
+
+
+@gluon.jit
+def _load_query(Q, base, rows, col, WIDE: gl.constexpr, SPREAD: gl.constexpr):
     """``[64, WIDE]`` of the query from column ``col``; rows past ``rows`` are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    r, real = _row_of(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), rows, SPREAD)
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
     pointers = Q + base + gl.expand_dims(r, 1) * WIDTH + gl.expand_dims(c + col, 0)
-    mask = gl.expand_dims(r, 1) < rows
-    return gl.load(pointers, mask=mask, other=0.0)
+    return gl.load(pointers, mask=gl.expand_dims(real, 1), other=0.0)
 
 
 @gluon.jit
@@ -68,20 +80,20 @@ def _through(q_s, value, DOT: gl.constexpr):
 
 
 @gluon.jit
-def _stage_query(Q, base, rows, qx_s, qz_s, DOT: gl.constexpr):
+def _stage_query(Q, base, rows, qx_s, qz_s, DOT: gl.constexpr, SPREAD: gl.constexpr):
     """Brings a sequence's 64 query rows on chip, as the left operands of (left, right, rotary) score products."""
     # All loads first: they cross the memory together.
-    v0 = _load_query(Q, base, rows, 0, 64)
-    v1 = _load_query(Q, base, rows, 64, 64)
-    v2 = _load_query(Q, base, rows, 128, 64)
-    v3 = _load_query(Q, base, rows, 192, 64)
-    v4 = _load_query(Q, base, rows, 256, 64)
-    v5 = _load_query(Q, base, rows, 320, 64)
-    v6 = _load_query(Q, base, rows, 384, 64)
-    v7 = _load_query(Q, base, rows, 448, 32)
-    v8 = _load_query(Q, base, rows, 480, 16)
-    v9 = _load_query(Q, base, rows, 496, 16)
-    vx = _load_query(Q, base, rows, 512, 64)
+    v0 = _load_query(Q, base, rows, 0, 64, SPREAD)
+    v1 = _load_query(Q, base, rows, 64, 64, SPREAD)
+    v2 = _load_query(Q, base, rows, 128, 64, SPREAD)
+    v3 = _load_query(Q, base, rows, 192, 64, SPREAD)
+    v4 = _load_query(Q, base, rows, 256, 64, SPREAD)
+    v5 = _load_query(Q, base, rows, 320, 64, SPREAD)
+    v6 = _load_query(Q, base, rows, 384, 64, SPREAD)
+    v7 = _load_query(Q, base, rows, 448, 32, SPREAD)
+    v8 = _load_query(Q, base, rows, 480, 16, SPREAD)
+    v9 = _load_query(Q, base, rows, 496, 16, SPREAD)
+    vx = _load_query(Q, base, rows, 512, 64, SPREAD)
     q0 = _through(qx_s, v0, DOT)
     q1 = _through(qx_s, v1, DOT)
     q2 = _through(qx_s, v2, DOT)
@@ -156,13 +168,16 @@ def _scores(
     LS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     rs: gl.constexpr = gl.SliceLayout(1, LS)
     lane = gl.arange(0, 64, layout=rs)
+    SPREAD: gl.constexpr = HEADS <= 16 and not MULTI
     k = 0
     fragment = 0
     for s in range(s0, stop):
         start, tokens = queries(s, Q_START, MULTI)
         rows = tokens * HEADS - group * 64
         row = start * HEADS + group * 64
-        ql, qr, qx = _stage_query(Q, row.to(gl.int64) * WIDTH, rows, qx_s, qz_s, gl.DotOperandLayout(0, LS, 2))
+        ql, qr, qx = _stage_query(
+            Q, row.to(gl.int64) * WIDTH, rows, qx_s, qz_s, gl.DotOperandLayout(0, LS, 2), SPREAD
+        )
         first, end, context, pages = span(s, s0, p0, s1, p1, CONTEXT)
         # Query token j of q_len sees the first context - q_len + j + 1 entries.
         certain = context - tokens + 1
@@ -204,12 +219,13 @@ def _scores(
         mbarrier.arrive(l_full, count=1)
         fragment += 1  # noqa: SIM113
         value = gl.where(total > 0.0, m + gl.log2(total), float("-inf"))
+        line, real = _row_of(lane, rows, SPREAD)
         if (first == 0) & (end == pages):
             if WITH_LSE:
-                gl.store(LSE + row + lane, value * LN2, mask=lane < rows)
+                gl.store(LSE + row + line, value * LN2, mask=real)
         else:
             slot = 2 * block + gl.where(first == 0, 1, 0)
-            gl.store(PART_LSE + slot * part_rows + group * 64 + lane, value, mask=lane < rows)
+            gl.store(PART_LSE + slot * part_rows + group * 64 + line, value, mask=real)
 
 
 @gluon.jit
@@ -295,10 +311,10 @@ def _values(
         acc = acc * gl.expand_dims(gl.where(norm > 0.0, 1.0 / norm, 0.0), 1)
         start, tokens = queries(s, Q_START, MULTI)
         rows = tokens * HEADS - group * 64
-        lane = gl.arange(0, 64, layout=rl)
+        line, real = _row_of(gl.arange(0, 64, layout=rl), rows, HEADS <= 16 and not MULTI)
         column = SIDE * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
-        mask = gl.expand_dims(lane < rows, 1)
-        offsets = gl.expand_dims(lane, 1) * LATENT + gl.expand_dims(column, 0)
+        mask = gl.expand_dims(real, 1)
+        offsets = gl.expand_dims(line, 1) * LATENT + gl.expand_dims(column, 0)
         if (first == 0) & (end == pages):
             whole = OUT + (start * HEADS + group * 64).to(gl.int64) * LATENT
             gl.store(whole + offsets, acc.to(OUT.dtype.element_ty), mask=mask)

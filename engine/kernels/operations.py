@@ -141,6 +141,22 @@ class AddNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class RotaryTablesOf(Protocol):
+    """``positions int64[T]``, ``frequencies float32[rope / 2]`` -> cosines and signed sines times ``scaling``,
+    ``[T, 1, rope]`` of ``dtype`` each, as ``rotary.RotaryTables`` holds them. Angles are float32."""
+
+    def __call__(
+        self, positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Greedy(Protocol):
+    """``logits [m, vocab]`` -> ``int32[2, m]``: the first token of the greatest logit, and 1 if that is finite and no logit
+    NaN, else 0 (then the token means nothing)."""
+
+    def __call__(self, logits: Tensor) -> Tensor: ...
+
+
 class SiluMul(Protocol):
     """``both [T, 2 n]`` -> ``silu(both[:, :n]) * both[:, n:]``."""
 
@@ -180,11 +196,12 @@ class RouterSpec:
 
 
 class Routing(NamedTuple):
-    """Weights ``float32[T, k]`` and experts ``int[T, k]``; ``lists`` is what a backend's router leaves for its experts."""
+    """Weights ``float32[T, k]`` and experts ``int[T, k]``; ``lists`` is what a backend's router leaves for its experts, good
+    for one call of ``Moe``."""
 
     weights: Tensor
     experts: Tensor
-    lists: tuple[Tensor, Tensor] | None = None
+    lists: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Route(Protocol):
@@ -225,10 +242,11 @@ class MlaLayer:
 
 
 class MlaSmall(Protocol):
-    """Residual, norm and latent attention of a layer for very few tokens, one of each sequence.
+    """Residual, norm and latent attention of a layer for few tokens, one of each sequence.
 
     ``hidden [T, size]`` and parts still to be added, ``[T, parts, size]`` or ``[T, size]``, None for none -> their sum and
-    what attention adds to it. Stores the tokens' cache rows, none for slot -1. ``cos`` and ``sin`` as in ``MlaStep``.
+    what attention adds to it, again maybe in parts. Stores the tokens' cache rows, none for slot -1. ``cos`` and ``sin``
+    as in ``MlaStep``; ``attention`` serves where no kernel is fitted in.
     """
 
     def __call__(
@@ -240,6 +258,7 @@ class MlaSmall(Protocol):
         sin: Tensor,
         pages: Tensor,
         batch: AttentionBatch,
+        attention: MlaPagedAttention,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -284,6 +303,8 @@ class Kernels:
     gqa_paged_attention: GqaPagedAttention
     merge_attention: MergeAttention
     mla_rows: MlaRows
+    rotary_tables: RotaryTablesOf
+    greedy: Greedy
     add_norm: AddNorm
     silu_mul: SiluMul
     fp8_linear: Fp8Linear
@@ -322,10 +343,16 @@ class Kernels:
                 refused.extend(verdict.reason for verdict in verdicts if verdict.kernel.backend == backend)
             return registry.select(operation, capability=capability, dtype=dtype, layout=layout).function
 
+        def shortcut(operation: str) -> object:
+            verdicts = registry.explain(
+                operation, capability=capability, dtype=dtype, layout=layout, backend=backend
+            )
+            return verdicts[0].kernel.function if verdicts and verdicts[0].chosen else None
+
         found = replace(
             cls._of(find),
-            mla_small=cast(MlaSmall | None, registry.find("mla_small", capability, dtype, layout)),
-            route_small=cast(RouteSmall | None, registry.find("route_small", capability, dtype, layout)),
+            mla_small=cast(MlaSmall | None, shortcut("mla_small")),
+            route_small=cast(RouteSmall | None, shortcut("route_small")),
         )
         if backend is not None and not taken:
             why = "; ".join(dict.fromkeys(refused)) or "none registered"
@@ -341,6 +368,8 @@ class Kernels:
             gqa_paged_attention=cast(GqaPagedAttention, find("gqa_paged_attention")),
             merge_attention=cast(MergeAttention, find("merge_attention")),
             mla_rows=cast(MlaRows, find("mla_rows")),
+            rotary_tables=cast(RotaryTablesOf, find("rotary_tables")),
+            greedy=cast(Greedy, find("greedy")),
             add_norm=cast(AddNorm, find("add_norm")),
             silu_mul=cast(SiluMul, find("silu_mul")),
             fp8_linear=cast(Fp8Linear, find("fp8_linear")),

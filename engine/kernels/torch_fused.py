@@ -20,7 +20,7 @@ LAYOUTS = (BLOCK_MAJOR, FP8_LATENT)
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``operations.AddNorm``."""
     if delta is not None:
-        hidden = hidden + (delta if delta.dim() == 2 else delta.sum(dim=1))
+        hidden = hidden + (delta if delta.dim() == 2 else delta.sum(dim=1).to(hidden.dtype))
     return hidden, F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 
@@ -37,6 +37,25 @@ def mla_queries(step: MlaStep) -> tuple[Tensor, Tensor]:
     out[..., latent:] = rotate(step.query[..., -rope:], step.cos, step.sin)
     normed = F.rms_norm(step.kv[:, :latent], (latent,), step.weight, step.eps)
     return out, torch.cat((normed, rotate(step.kv[:, None, latent:], step.cos, step.sin)[:, 0]), dim=-1)
+
+
+@REGISTRY.register("rotary_tables", backend="torch", dtypes=DTYPES, layouts=LAYOUTS, note="an operation each")
+def rotary_tables(
+    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See ``operations.RotaryTablesOf``."""
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return tables[0].to(dtype)[:, None, :], tables[1].to(dtype)[:, None, :]
+
+
+@REGISTRY.register("greedy", backend="torch", dtypes=DTYPES, layouts=LAYOUTS, note="arg max")
+def greedy(logits: Tensor) -> Tensor:
+    """See ``operations.Greedy``."""
+    tokens = logits.argmax(-1)  # the first of equals; NaN is the maximum of any row that holds it
+    healthy = logits.gather(1, tokens[:, None])[:, 0].isfinite()
+    return torch.stack((tokens, healthy)).to(torch.int32)
 
 
 @REGISTRY.register("silu_mul", backend="torch", dtypes=DTYPES, layouts=LAYOUTS, note="two operations")

@@ -23,8 +23,9 @@ def add_norm_kernel(
 ):  # fmt: skip
     """Program (token). ``parts`` runs of ``SIZE`` values of DELTA are added to the token's hidden state."""
     if PDL:
-        gdc_wait()
+        # In this order: the product that follows may hold its weights while all of this still waits.
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -206,9 +206,12 @@ def expand(
         raise ValueError(f"query of strides {query.stride()}, scale {scale}")
     total, heads, _ = query.shape
     nope, dim, latent = expand_keys.shape[1], expand_values.shape[1], expand_keys.shape[2]
-    output = query.new_zeros(total, heads, dim)
+    prefixes = torch_prefill.prefixes(batch)
+    # Queries that see nothing have 0; mostly there is none.
+    seen = sum(prefix.end - prefix.start for prefix in prefixes)
+    output = (query.new_empty if seen == total else query.new_zeros)(total, heads, dim)
     lse = query.new_full((total, heads), float("-inf"), dtype=torch.float32) if with_lse else None
-    for prefix in torch_prefill.prefixes(batch):
+    for prefix in prefixes:
         if prefix.start == prefix.end:
             continue
         rows = prefix.gather(pages, query.dtype, packed)

@@ -211,7 +211,7 @@ def attend_kernel(
 @triton.jit
 def _join(PART, PART_LSE, m, head, column, HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr,
           SPLITS_PAD: tl.constexpr):  # fmt: skip
-    """Columns of what attention over all splits gives for one head, and its LSE to base 2."""
+    """Columns of what attention over all splits gives for one head."""
     split = tl.arange(0, SPLITS_PAD)
     place = (m * SPLITS + split) * HEADS + head
     sums = tl.load(PART_LSE + place, mask=split < SPLITS, other=float("-inf"))
@@ -221,26 +221,7 @@ def _join(PART, PART_LSE, m, head, column, HEADS: tl.constexpr, LATENT: tl.const
     some = (share > 0)[:, None] & (column < LATENT)[None, :]
     parts = tl.load(PART + place[:, None].to(tl.int64) * LATENT + column[None, :], mask=some, other=0.0)
     total = tl.sum(share, 0)
-    x = tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
-    return x, tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-
-
-@triton.jit
-def join_kernel(
-    PART, PART_LSE, OUT, LSE,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    WITH_LSE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (head, run of latent columns, token): ``OUT [TOKENS, HEADS, latent]`` and the natural LSE."""
-    head, m = tl.program_id(0), tl.program_id(2)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    begin(PDL)
-    x, lse = _join(PART, PART_LSE, m, head, column, HEADS, LATENT, SPLITS, SPLITS_PAD)
-    row = (m * HEADS + head).to(tl.int64)
-    tl.store(OUT + row * LATENT + column, x.to(OUT.dtype.element_ty), mask=column < LATENT)
-    if WITH_LSE:  # noqa: SIM102
-        if tl.program_id(1) == 0:
-            tl.store(LSE + row, lse * 0.6931471805599453)
+    return tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -258,7 +239,7 @@ def value_kernel(
     weight = tl.load(UP + head * up_head + value[:, None] * LATENT + column[None, :], mask=held, other=0.0)
     begin(PDL)
     for m in tl.static_range(TOKENS):
-        x, _lse = _join(PART, PART_LSE, m, head, column, HEADS, LATENT, SPLITS, SPLITS_PAD)
+        x = _join(PART, PART_LSE, m, head, column, HEADS, LATENT, SPLITS, SPLITS_PAD)
         x = x.to(UP.dtype.element_ty).to(tl.float32)
         y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
         tl.store(OUT + ((run * TOKENS + m) * HEADS + head) * VALUE + value, y, mask=value < VALUE)
@@ -287,17 +268,20 @@ def output_kernel(
 
 @triton.jit
 def scores_small(
-    HIDDEN, DELTA, NORM, WEIGHT, SUM, NORMED, LOGITS, eps,
+    HIDDEN, DELTA, NORM, WEIGHT, SUM, NORMED, LOGITS, ZERO, eps, zeros,
     EXPERTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (run of experts): residual, norm and the router's product; the first one stores the sum and the norm."""
+    """Program (run of experts): residual, norm and the router's product; the first one stores the sum and the norm, and
+    fills ZERO with zeros."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     held = (row < EXPERTS)[:, None] & (column < SIZE)[None, :]
     weight = tl.load(WEIGHT + row[:, None] * SIZE + column[None, :], mask=held, other=0.0)
     scale = tl.load(NORM + column, mask=column < SIZE, other=0.0).to(tl.float32)
     begin(PDL)
+    if tl.program_id(0) == 0:
+        tl.store(ZERO + column, tl.zeros([BLOCK], tl.int32), mask=column < zeros)
     for m in tl.static_range(TOKENS):
         first = tl.program_id(0) == 0
         x = normed(HIDDEN, DELTA, SUM, scale, m, column, eps, first, SIZE, 1)

@@ -10,11 +10,10 @@ from torch import Tensor
 from twinpool.engine.batch import AttentionBatch
 from twinpool.engine.kernels.operations import MlaLayer, RouterSpec, Routing
 from twinpool.engine.kernels.triton_launch import LOG2_E, overlap
-from twinpool.engine.kernels.triton_moe import choose
+from twinpool.engine.kernels.triton_moe import choose, new_lists
 from twinpool.engine.kernels.triton_small import (
     absorb_kernel,
     attend_kernel,
-    join_kernel,
     output_kernel,
     project_kernel,
     scores_small,
@@ -59,27 +58,6 @@ def _split(
         CAST=query.device.type == "cpu", num_warps=tiles.attend_warps, **overlap(query),
     )  # fmt: skip
     return part, part_lse
-
-
-def attend(
-    query: Tensor,
-    pages: Tensor,
-    batch: AttentionBatch,
-    output: Tensor,
-    lse: Tensor | None,
-    *,
-    scale: float,
-    tiles: SmallTiles = TILES,
-) -> None:
-    """Fills ``output [T, heads, latent]`` and ``lse [T, heads]``; every sequence of ``batch`` has one token."""
-    tokens, heads, latent = output.shape
-    part, part_lse = _split(query, pages, batch, latent, scale, tiles)
-    splits = part.shape[1]
-    join_kernel[(heads, triton.cdiv(latent, tiles.columns), tokens)](
-        part, part_lse, output, output if lse is None else lse, HEADS=heads, LATENT=latent, COLUMNS=tiles.columns,
-        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits), WITH_LSE=lse is not None, num_warps=4,
-        **overlap(query),
-    )  # fmt: skip
 
 
 def mla_small(
@@ -145,8 +123,11 @@ def route_small(
     number = len(router)
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     logits = torch.empty(1, tokens, number, dtype=torch.float32, device=hidden.device)
+    lists, zero = new_lists(logits, spec)
+    if len(zero) > size:
+        zero.zero_()
     scores_small[(triton.cdiv(number, tiles.experts),)](
-        hidden, delta, norm, router, total, normed, logits, eps, EXPERTS=number, SIZE=size,
+        hidden, delta, norm, router, total, normed, logits, zero, eps, len(zero), EXPERTS=number, SIZE=size,
         BLOCK=triton.next_power_of_2(size), TOKENS=tokens, ROWS=tiles.experts, num_warps=4, **overlap(hidden),
     )  # fmt: skip
-    return total, normed, choose(logits, spec)
+    return total, normed, choose(logits, spec, lists)

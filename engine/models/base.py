@@ -76,5 +76,13 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
+    def scores(self, hidden: Tensor) -> Tensor:
+        """``hidden [m, hidden]`` -> logits ``[m, vocab]`` of the model's dtype."""
+
+    @abstractmethod
+    def best(self, scores: Tensor) -> Tensor:
+        """The greedy choice from ``scores``, ``int32[2, m]``: see ``operations.Greedy``."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [m, hidden]`` -> ``float32 [m, vocab]``."""
+        return self.scores(hidden).to(torch.float32)

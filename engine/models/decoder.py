@@ -20,8 +20,10 @@ from twinpool.engine.models.paths import PrefillPath
 from twinpool.engine.models.rotary import RotaryEmbedding, RotaryTables
 from twinpool.engine.models.weights import WeightSlot, parameter
 
+FEW = 64
+"""Decodes of a step up to which attention takes the kernels for few tokens. Measured on an H200: see docs/kernels.md."""
 SMALL = 1
-"""Decodes of a step up to which a layer takes the kernels for very few tokens. Measured on an H200: see docs/kernels.md."""
+"""The same for residual, norm and routing in one."""
 
 
 class DecoderLayer(nn.Module):
@@ -68,8 +70,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``hidden [T, hidden]`` and what is still to be added to it -> the same, or only ``rows`` of it (the KV of all
         tokens is written)."""
-        small = batch.num_tokens == batch.num_decodes <= SMALL
-        hidden, attended = self._attend(hidden, delta, rotary, pages, batch, small)
+        decodes = batch.num_tokens == batch.num_decodes
+        few, small = (decodes and batch.num_tokens <= most for most in (FEW, SMALL))
+        hidden, attended = self._attend(hidden, delta, rotary, pages, batch, few)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         norm, mlp, route = self.mlp_norm, self.mlp, self.kernels.route_small
@@ -89,14 +92,15 @@ class DecoderLayer(nn.Module):
         rotary: RotaryTables,
         pages: Tensor,
         batch: AttentionBatch,
-        small: bool,
+        few: bool,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what attention adds to it."""
         norm, attention, whole = self.input_norm, self.attention, self.kernels.mla_small
-        if small and whole is not None and isinstance(attention, MlaAttention):
+        if few and whole is not None and isinstance(attention, MlaAttention):
             layer = attention.whole(norm)
             if layer is not None:
-                return whole(hidden, delta, layer, rotary.cos, rotary.sin, pages, batch)
+                attend = self.kernels.mla_paged_attention
+                return whole(hidden, delta, layer, rotary.cos, rotary.sin, pages, batch, attend)
         hidden, normed = self.kernels.add_norm(hidden, delta, norm.weight, norm.eps)
         return hidden, attention(normed, rotary, pages, batch)
 
@@ -128,6 +132,8 @@ class PagedDecoder(DecoderModel):
         used = (
             kernels.mla_paged_attention,
             kernels.mla_rows,
+            kernels.rotary_tables,
+            kernels.greedy,
             kernels.add_norm,
             kernels.silu_mul,
             kernels.route,
@@ -152,7 +158,7 @@ class PagedDecoder(DecoderModel):
     def forward(self, token_ids: Tensor, positions: Tensor, pool: Tensor, batch: AttentionBatch) -> Tensor:
         """See ``DecoderModel.forward``."""
         hidden = F.embedding(token_ids, self.embedding)
-        rotary = self.rotary.tables(positions, hidden.dtype)
+        rotary = self.rotary.tables(positions, hidden.dtype, self.kernels.rotary_tables)
         final = len(self.layers) - 1
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -162,9 +168,14 @@ class PagedDecoder(DecoderModel):
         return self.kernels.add_norm(hidden, delta, self.norm.weight, self.norm.eps)[1]
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DecoderModel.logits``."""
-        return F.linear(hidden, self.head).to(torch.float32)
+    def scores(self, hidden: Tensor) -> Tensor:
+        """See ``DecoderModel.scores``."""
+        return F.linear(hidden, self.head)
+
+    @torch.inference_mode()
+    def best(self, scores: Tensor) -> Tensor:
+        """See ``DecoderModel.best``."""
+        return self.kernels.greedy(scores)
 
     def slots(self, prefix: str = "") -> Iterator[WeightSlot]:
         """Every tensor that a checkpoint of this model must hold."""

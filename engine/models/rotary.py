@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from twinpool.engine.kernels.operations import RotaryTablesOf
 from twinpool.engine.rope_config import RopeConfig
 
 
@@ -35,14 +36,9 @@ class RotaryEmbedding(nn.Module):
         frequencies, self.attention_scaling = inverse_frequencies(config)
         self.register_buffer("inverse_frequencies", frequencies.to(device), persistent=False)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
+    def tables(self, positions: Tensor, dtype: torch.dtype, kernel: RotaryTablesOf) -> RotaryTables:
         """Tables for ``positions int64[T]``: angles in float32, then ``dtype``."""
-        angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return RotaryTables(
-            cos=torch.cat((cos, cos), dim=-1).to(dtype)[:, None, :],
-            sin=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None, :],
-        )
+        return RotaryTables(*kernel(positions, self.inverse_frequencies, self.attention_scaling, dtype))
 
 
 def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:

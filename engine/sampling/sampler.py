@@ -29,19 +29,25 @@ class Sample:
     """``[m]``: rows whose logits hold NaN or +inf, or nothing that can be drawn. Their token means nothing."""
 
 
-def sample(logits: Tensor, draws: Sequence[SequenceDraw], masks: Masks | None = None) -> Sample:
+def sample(
+    logits: Tensor, draws: Sequence[SequenceDraw], masks: Masks | None = None, best: Tensor | None = None
+) -> Sample:
     """Draws one token for each row of ``logits[m, vocab]`` by the draw state of the same index.
 
-    A row's token depends on its logits and its draw state alone, not on the batch. Neither argument is changed. ``masks``: what
-    the grammars of the draws allow, if any of them has one.
+    A row's token depends on its logits and its draw state alone, not on the batch. No argument is changed. ``masks``: what
+    the grammars of the draws allow, if any of them has one. ``best int32[2, m]``: the rows' greedy choice, if it is known
+    (``operations.Greedy``).
     """
-    logits = logits.float()
-    tokens, healthy = _draw(logits, draws, masks)
-    failed = ~healthy.cpu().numpy()
-    drawn = torch.where(healthy, tokens, 0)
+    found = best if best is not None and all(draw.plain for draw in draws) else None
+    if found is None:
+        logits = logits.float()
+        tokens, healthy = _draw(logits, draws, masks)
+        found = torch.stack((tokens, healthy.to(tokens.dtype)))
+    chosen, finite = found.cpu().numpy().astype(np.int32)  # the one wait for the device
+    failed = finite == 0
     wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None and not failed[i]]
-    logprobs = _logprobs(logits, drawn, draws, wanted) if wanted else None
-    return Sample(drawn.to(torch.int32).cpu().numpy(), logprobs, failed)
+    logprobs = _logprobs(logits.float(), found[0].to(torch.int64), draws, wanted) if wanted else None
+    return Sample(np.where(failed, np.int32(0), chosen), logprobs, failed)
 
 
 def _logprobs(

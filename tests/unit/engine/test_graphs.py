@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from twinpool.engine.config import Family, ModelConfig
-from twinpool.engine.graphs import DecodeGraphs
+from twinpool.engine.graphs import DecodeGraphs, Replayed
 from twinpool.engine.kernels import REGISTRY, Capability, Kernels
 from twinpool.engine.kv.pool import KVPool
 from twinpool.engine.loader import load_model
@@ -62,9 +62,10 @@ class Eager(DecodeGraphs):
         super().__init__(model, pool, max_context=64)
         self.runner, self.model, self.runs = runner, model, 0
 
-    def run(self, plan: PlanArrays) -> torch.Tensor:
+    def run(self, plan: PlanArrays) -> Replayed:
         self.runs += 1
-        return self.model.logits(self.runner._forward(plan, plan.q_start[1:].astype(np.int64) - 1))
+        logits = self.model.scores(self.runner._forward(plan, plan.q_start[1:].astype(np.int64) - 1))
+        return Replayed(logits, self.model.best(logits))
 
 
 @pytest.mark.parametrize("sample", [[1, 1, 1], [0, 1, 1], [1, 0, 0]])

@@ -20,6 +20,7 @@ from twinpool.engine.kernels import (
     Kernels,
     Requirement,
     torch_fused,
+    triton_ends,
     triton_fused,
     triton_moe,
 )
@@ -48,6 +49,34 @@ def test_add_norm(parts: int | None, dtype: torch.dtype) -> None:
     assert total.dtype == normed.dtype == dtype
     assert relative_error(total, summed) <= TOLERANCE[dtype]
     assert relative_error(normed, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotary_tables(dtype: torch.dtype) -> None:
+    positions, frequencies = torch.tensor([0, 1, 77, 131071]), 10.0 ** -torch.rand(6)
+    found = triton_ends.rotary_tables(positions, frequencies, 0.7, dtype)
+    expected = torch_fused.rotary_tables(positions, frequencies, 0.7, dtype)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_greedy_choice(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of equals, also across chunks; rows that hold NaN, +inf, or nothing but -inf."""
+    monkeypatch.setattr(triton_ends, "BLOCK", 16)
+    logits = torch.randn(9, 50).to(dtype)
+    logits[1, [3, 20, 48]] = logits[2, [15, 16]] = logits[3, 49] = 9.0
+    logits[4, 40], logits[5, 7], logits[6] = float("nan"), float("inf"), float("-inf")
+    logits[7, 1:] = float("-inf")
+    wide = torch.cat((logits, logits.new_full((9, 4), 99.0)), 1)[:, :50]
+    for operand in (logits, wide):
+        found, expected = triton_ends.greedy(operand), torch_fused.greedy(logits)
+        assert found.dtype == expected.dtype == torch.int32
+        assert found[1].tolist() == expected[1].tolist() == [1, 1, 1, 1, 0, 0, 0, 1, 1]
+        healthy = found[1] == 1
+        assert found[0][healthy].tolist() == expected[0][healthy].tolist()
+    assert found[0, 1:4].tolist() == [3, 15, 49]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -109,7 +138,8 @@ def test_routing_and_its_lists(tokens: int, normalize: bool) -> None:
     )
     assert found.lists is not None
     other = triton_moe.lists_of(Routing(found.weights, found.experts), 10)
-    for count, lists in (found.lists, other):
+    for count, lists, counters in (found.lists, other):
+        assert not counters.any()
         for expert in range(10):
             pairs = lists[expert * tokens :][: int(count[expert])].tolist()
             assert sorted(pairs) == (found.experts.reshape(-1) == expert).nonzero()[:, 0].tolist()

@@ -39,7 +39,7 @@ def test_grouped_products_match_the_torch_kernels(
     out = torch.full((tokens, CHOSEN + 1, SIZE), float("nan"), dtype=dtype)
     tiles = LargeTile(16, 32, 1, 4), LargeTile(32, 16, 1, 4)
     triton_moe_large.routed(
-        hidden, gate_up, down, routing.weights, triton_moe.lists_of(routing, EXPERTS), out, tiles=tiles, rows=ROWS
+        hidden, gate_up, down, routing.weights, triton_moe.lists_of(routing, EXPERTS)[:2], out, tiles=tiles, rows=ROWS
     )  # fmt: skip
     expected = torch_fused.moe(hidden.double(), routing, ExpertWeights(gate_up.double(), down.double()))
     found = out[:, :CHOSEN].double().sum(1)

@@ -7,16 +7,24 @@ os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined, hence bef
 
 import pytest
 import torch
-from attention_cases import make_case, relative_error, solve
+from attention_cases import make_case
 from torch import Tensor
 
-from twinpool.engine.kernels import torch_backend, torch_fused, triton_small_launch
+from twinpool.engine.kernels import (
+    torch_backend,
+    torch_fused,
+    triton_few_launch,
+    triton_launch,
+    triton_small_launch,
+)
 from twinpool.engine.kernels.operations import MlaLayer, MlaStep, RouterSpec
+from twinpool.engine.kernels.triton_few_launch import FewTiles
 from twinpool.engine.kernels.triton_small_launch import SmallTiles
 
 SIZE, HEADS, NOPE, ROPE, LATENT, VALUE, SCALE, EPS = 40, 3, 10, 6, 24, 7, 0.3, 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 TILES = SmallTiles(rows=4, columns=16, tile=16, splits=6)
+FEW = FewTiles(dense=(32, 16, 4), wide=(16, 32, 4), values=4, latent=16)
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -37,9 +45,10 @@ def make_layer(dtype: torch.dtype) -> MlaLayer:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("parts", [0, 3])
-@pytest.mark.parametrize("lengths", [(1,), (120, 1, 33)])
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("lengths", [(1,), (120, 1, 33), (5,) * 17])
 def test_attention_matches_the_torch_kernels(
-    lengths: tuple[int, ...], parts: int, dtype: torch.dtype
+    lengths: tuple[int, ...], few: bool, parts: int, dtype: torch.dtype
 ) -> None:
     """Residual, norm, projections, rotation, store, attention and output of one layer; the pool holds NaN elsewhere."""
     torch.manual_seed(7)
@@ -58,7 +67,13 @@ def test_attention_matches_the_torch_kernels(
     cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
     sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
     pages, wide_pages = case.pages.clone(), case.pages.double()
-    total, attended = triton_small_launch.mla_small(hidden, delta, layer, cos, sin, pages, case.batch, TILES)
+    operands = hidden, delta, layer, cos, sin, pages, case.batch
+    if few:
+        attend = triton_launch.mla_paged_attention
+        total, attended = triton_few_launch.mla_small(*operands, attend, FEW)
+        attended = attended.sum(1) if attended.dim() == 3 else attended
+    else:
+        total, attended = triton_small_launch.mla_small(*operands, TILES)
     summed, normed = torch_fused.add_norm(
         hidden.double(), None if delta is None else delta.double(), layer.norm.double(), EPS
     )
@@ -114,25 +129,9 @@ def test_routing_matches_the_torch_kernels(tokens: int, normalize: bool) -> None
     )
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert found.lists is not None
-    count, lists = found.lists
+    count, lists, counters = found.lists
+    assert not counters.any()
     for expert in range(number):
         pairs = lists[expert * tokens :][: int(count[expert])].tolist()
         owners = (found.experts.reshape(-1) == expert).nonzero().flatten().tolist()
         assert sorted(pairs) == owners
-
-
-@pytest.mark.parametrize("heads", [3, 18])
-@pytest.mark.parametrize("lengths", [(1,), (0, 16, 17), (170, 1, 33, 96, 5, 64, 2)])
-def test_split_attention_alone_matches_float64(lengths: tuple[int, ...], heads: int) -> None:
-    """More sequences than splits, more heads than a program takes, and sequences without KV."""
-    case = make_case(
-        [(1, n) for n in lengths], heads=heads, query_dim=LATENT + ROPE, width=LATENT + ROPE, block_tokens=16,
-        decodes=len(lengths),
-    )  # fmt: skip
-    output = torch.full((len(lengths), heads, LATENT), float("nan"))
-    lse = torch.full((len(lengths), heads), float("nan"))
-    triton_small_launch.attend(case.query, case.pages, case.batch, output, lse, scale=SCALE, tiles=TILES)
-    keys = [rows[:, None, :].expand(-1, heads, -1) for rows in case.rows]
-    expected, sums = solve(case, keys, [key[..., :LATENT] for key in keys], SCALE)
-    assert relative_error(output, expected) <= 1e-5
-    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)

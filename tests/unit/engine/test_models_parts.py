@@ -80,7 +80,7 @@ def test_rotation_keeps_scores_a_function_of_distance() -> None:
     query, key = torch.randn(2, 1, 1, 128).unbind()
     scores = []
     for start in (0, 1000):
-        tables = rotary.tables(torch.tensor([start + 7, start]), torch.float32)
+        tables = rotary.tables(torch.tensor([start + 7, start]), torch.float32, torch_fused.rotary_tables)
         rotated = tables.rotate(torch.cat((query, key)))
         scores.append(float((rotated[0] * rotated[1]).sum()))
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)

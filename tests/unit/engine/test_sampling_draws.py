@@ -32,6 +32,19 @@ def test_greedy_equals_argmax(vocab: int) -> None:
     assert drawn.logprobs is None
 
 
+def test_a_known_greedy_choice_is_taken_by_plain_draws_alone() -> None:
+    logits = logits_of(5, 2)
+    best = torch.tensor([[7, 9], [1, 0]], dtype=torch.int32)
+    plain = SequenceDraw(DrawParams(temperature=0, logprobs=0))
+    drawn = sample(logits, [plain, plain], best=best)
+    assert drawn.tokens.tolist() == [7, 0]
+    assert drawn.failed.tolist() == [False, True]
+    assert drawn.logprobs is not None
+    assert drawn.logprobs[1] is None
+    biased = SequenceDraw(DrawParams(temperature=0, logit_bias=((3, 99.0),)))
+    assert sample(logits, [plain, biased], best=best).tokens.tolist() == [int(logits[0].argmax()), 3]
+
+
 any_params = st.builds(
     DrawParams,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
