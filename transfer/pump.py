@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from twinpool.transfer.base import (
     TransferObserver,
 )
 from twinpool.transfer.pull import Pull, PullOutcome
+from twinpool.transfer.shard import share_of
 from twinpool.transfer.spans import count_runs
 
 _log = get_logger(__name__)
@@ -37,6 +38,9 @@ CONNECT_SECONDS = 5.0
 MAX_POST_BYTES: Final[dict[MemoryType, int]] = {"DRAM": 32 << 20, "VRAM": 512 << 20}
 """Most bytes of one post, by the memory of the pool. A post over shared memory copies before it returns: 32 MiB take about 5 ms.
 One to a GPU only queues copies, so its limit is there for the length of the list."""
+
+MAX_POST_DESCRIPTORS: Final = 1 << 16
+"""Most descriptors of one post of parts of blocks, between workers of unequal degree."""
 
 Dispatch = Callable[[Callable[[], None]], None]
 """Runs a callback on the thread that wants it, such as ``loop.call_soon_threadsafe``."""
@@ -55,6 +59,20 @@ def run_here(callback: Callable[[], None]) -> None:
     callback()
 
 
+class _PeerPool(NamedTuple):
+    num_blocks: int
+    block_bytes: int  # what is read of each block
+    piece_blocks: int  # blocks of one post
+
+
+def _tell_end(pull: Pull, outcome: PullOutcome) -> None:
+    """A pull has ended, and nothing of it can land any more."""
+    try:
+        pull.on_done(outcome)
+    finally:
+        pull.on_fenced()
+
+
 class TransferPump:
     """Commands may come from any thread; ``tick`` and ``close`` from one. Callbacks go through ``dispatch``."""
 
@@ -71,17 +89,18 @@ class TransferPump:
         self._dispatch = dispatch
         self._observer = observer if observer is not None else NullObserver()
         self._wake = wake
-        self._block_bytes = agent.descriptor.block_bytes
         if max_post_bytes is None:
             max_post_bytes = MAX_POST_BYTES[agent.descriptor.pool.memory_type]
-        self._piece_blocks = max(1, max_post_bytes // self._block_bytes)
+        self._piece_blocks = max(1, max_post_bytes // agent.descriptor.block_bytes)
         self._lock = threading.Lock()
         self._commands: deque[Callable[[float], None]] = deque()
         self._closed = False
         self._pulls: list[Pull] = []  # not ended
         self._lingering: list[Pull] = []  # ended, not fenced
+        self._unreported: list[tuple[Pull, PullOutcome]] = []
         self._offers = 0
-        self._pools: dict[WorkerKey, int] = {}  # blocks of connected peers
+        self._own = agent.descriptor
+        self._pools: dict[WorkerKey, _PeerPool] = {}  # of connected peers
         self.posts = 0
         """Reads handed to the agent so far: a number that has grown tells that one may be done in microseconds."""
 
@@ -133,7 +152,8 @@ class TransferPump:
 
     def pool_blocks(self, peer: WorkerKey) -> int | None:
         """Blocks of a connected peer's pool; None if it is not connected."""
-        return self._pools.get(peer)
+        pool = self._pools.get(peer)
+        return pool.num_blocks if pool is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -147,6 +167,8 @@ class TransferPump:
         while self._commands:
             self._commands.popleft()(now)
         self._agent.progress()
+        if self._unreported:
+            self._report_ends()
         for pull in list(self._pulls):
             self._step(pull, now)
         for pull in list(self._lingering):
@@ -164,6 +186,7 @@ class TransferPump:
         for pull in list(self._pulls):
             self._finish(pull, pull.end(PullOutcome(Fault.CLOSED, "the agent is closed")))
         self._agent.close()
+        self._report_ends()
         for pull in self._lingering:
             pull.forget()
             self._call(pull.on_fenced)
@@ -190,7 +213,7 @@ class TransferPump:
     ) -> None:
         def on_done(outcome: PullOutcome) -> None:
             if outcome.fault is None:
-                self._pools[peer.worker] = peer.num_blocks
+                self._pools[peer.worker] = self._pool_of(peer)
                 on_result(None)
             else:
                 self.disconnect(peer.worker)
@@ -211,6 +234,13 @@ class TransferPump:
                 return
         self._start(probe, now)
 
+    def _pool_of(self, peer: PeerDescriptor) -> _PeerPool:
+        part = share_of(self._own.shard, peer.shard)
+        if part is None:
+            return _PeerPool(peer.num_blocks, self._own.block_bytes, self._piece_blocks)
+        piece = min(self._piece_blocks, MAX_POST_DESCRIPTORS // part.descriptors)
+        return _PeerPool(peer.num_blocks, part.block_bytes, max(1, piece))
+
     def _disconnect(self, peer: WorkerKey) -> None:
         self._pools.pop(peer, None)
         if not self._closed:
@@ -230,7 +260,10 @@ class TransferPump:
     def _step(self, pull: Pull, now: float) -> None:
         was_ended, posts = pull.ended, pull.posts
         try:
-            outcome = pull.step(self._agent, now, self._piece_blocks)
+            pool = self._pools.get(pull.peer)
+            outcome = pull.step(
+                self._agent, now, pool.piece_blocks if pool is not None else self._piece_blocks
+            )
         except Exception as error:
             # Nothing is known about its reads any more: it fails, and lingers until the agent's end.
             _log.exception("transfer_step_raised", peer=str(pull.peer))
@@ -247,12 +280,23 @@ class TransferPump:
     def _finish(self, pull: Pull, outcome: PullOutcome) -> None:
         if pull in self._pulls:
             self._pulls.remove(pull)
-        self._report(pull, outcome)
-        self._call(lambda: pull.on_done(outcome))
         if pull.fenced:
-            self._call(pull.on_fenced)
+            # Both at once: each dispatch may wake a thread.
+            self._call(lambda: _tell_end(pull, outcome))
         else:
+            self._call(lambda: pull.on_done(outcome))
             self._lingering.append(pull)
+        if outcome.fault is None:
+            self._unreported.append((pull, outcome))
+        else:
+            self._report(pull, outcome)
+
+    def _report_ends(self) -> None:
+        """Tells the observer what succeeded before. Not at once: whoever was told of an end runs then, and needs the
+        interpreter for the proof."""
+        ended, self._unreported = self._unreported, []
+        for pull, outcome in ended:
+            self._report(pull, outcome)
 
     def _report(self, pull: Pull, outcome: PullOutcome) -> None:
         if len(pull.remote) == 0:
@@ -260,10 +304,11 @@ class TransferPump:
         if outcome.fault is not None:
             self._observer.pull_failed(outcome.fault)
             return
+        pool = self._pools.get(pull.peer)
         self._observer.pulled(
             blocks=len(pull.remote),
             descriptors=count_runs(pull.remote, pull.local),
-            size_bytes=len(pull.remote) * self._block_bytes,
+            size_bytes=len(pull.remote) * (pool.block_bytes if pool is not None else self._own.block_bytes),
             seconds=outcome.seconds,
             post_seconds=outcome.post_seconds,
         )
