@@ -220,7 +220,7 @@ class PullSession:
             return None
         if outcome.fault is not None or outcome.generations is None:
             return HandoffFailure.of_read(outcome.fault or Fault.UNKNOWN, outcome.detail)
-        failure = check_generations(chunk.ticket.generations.tolist(), outcome.generations)
+        failure = check_generations(chunk.ticket.generations, outcome.generations)
         if failure is None and chunk.ticket.digests and self._digest is not None:
             failure = check_digests(chunk.ticket.digests, self._digest(chunk.local))
         if failure is None:
