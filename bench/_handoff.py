@@ -103,7 +103,10 @@ class Half:
         def make() -> NixlAgent:
             return NixlAgent(self.key, "bench", memory, self.pool.generations, ucx_tls=setting.ucx_tls)
 
-        self.thread = TransferThread(make, dispatch=self.calls.put, poll_seconds=setting.poll_seconds)
+        # As a worker has it: see ``worker.serving``.
+        self.thread = TransferThread(
+            make, dispatch=self.calls.put, poll_seconds=setting.poll_seconds, pull_here=True
+        )
         self.descriptor = self.thread.start()
 
 
@@ -162,12 +165,12 @@ def offer(book: OfferBook, reader: WorkerKey, request_id: str, chunks: list[Bloc
 class _End:
     """The listener of one pull."""
 
-    ready: bool = False
+    ready: float | None = None  # when
     failure: HandoffFailure | None = None
     seconds: list[float] = field(default_factory=list)
 
     def on_ready(self, session: PullSession, first_tokens: Sequence[worker_pb2.FirstToken]) -> None:
-        self.ready = True
+        self.ready = time.perf_counter()
 
     def on_failed(self, session: PullSession, failure: HandoffFailure) -> None:
         self.failure = failure
@@ -253,10 +256,11 @@ class Product:
         return done
 
     def _proven(self, end: _End) -> float:
-        while not end.ready and end.failure is None:
+        while end.ready is None and end.failure is None:
             self.half.calls.get()()
         assert end.failure is None, end.failure
-        return time.perf_counter()
+        assert end.ready is not None
+        return end.ready
 
     def _released(self) -> None:
         while self._pulls.unreleased:

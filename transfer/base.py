@@ -183,7 +183,7 @@ class ReadHandle:
 
 
 class TransferAgent(Protocol):
-    """Moves bytes from peers' pools into this worker's pool. All calls come from one thread.
+    """Moves bytes from peers' pools into this worker's pool. Calls come from one thread at a time.
 
     ``read`` and ``read_generations`` raise TransferError if nothing was posted; everything after that is a state.
     Generations are to be read *after* the data read is DONE: the owner raises a block's generation before the first

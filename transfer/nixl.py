@@ -13,6 +13,7 @@ Choices, with what was measured for them (two processes, blocks of 281,088 bytes
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,10 @@ class _Read(ReadHandle):
 
 
 class NixlAgent:
-    """See :class:`~twinpool.transfer.base.TransferAgent`. Make it, use it and close it on one thread."""
+    """See :class:`~twinpool.transfer.base.TransferAgent`. Make it and close it on one thread, and use it on one at a time.
+
+    NIXL is told so (``NIXL_THREAD_SYNC_STRICT``): by default it has UCX expect one thread for ever.
+    """
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class NixlAgent:
         self._landing = np.zeros(max(_LANDING_ENTRIES_MIN, pool.num_blocks), dtype=np.uint64)
         self._runs = Landing(len(self._landing))
         self._numbers = np.arange(len(self._landing), dtype=np.int32)
+        self._threads: set[int] = set()  # that have the pool's device current
         self._links: dict[WorkerKey, _Link] = {}
         self._retired: list[_Link] = []
         self._reads: set[_Read] = set()
@@ -106,9 +111,10 @@ class NixlAgent:
         table = MemoryRegion(generations.ctypes.data, generations.nbytes)
         landing = MemoryRegion(self._landing.ctypes.data, self._landing.nbytes)
         try:
-            nixl_backend.enter_device(pool.region)
+            self._enter_device()
             with nixl_backend.ucx_environment(ucx_tls, pool.region.memory_type):
-                config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+                strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+                config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
                 self._agent: Any = api.nixl_agent(name, config)
             for region in (pool.region, table, landing):
                 entry = (region.address, region.length_bytes, region.device_id, "")
@@ -164,6 +170,8 @@ class NixlAgent:
         # That every block is inside its list is for NIXL to see, which refuses the whole read before it posts anything.
         if len(remote) == 0 or len(remote) != len(local):
             raise TransferError(Fault.INVALID, f"{len(remote)} blocks into {len(local)}")
+        if threading.get_ident() not in self._threads:
+            self._enter_device()
         if link.part is not None:
             return self._read_part(link, link.part, remote, local)
         return self._post(link, self._own_pool, local, link.pool, remote, None)
@@ -241,6 +249,10 @@ class NixlAgent:
         # The last reference: destroying the agent closes its connections, which is what fences. Memory stays
         # registered until then on purpose: an explicit deregistration under a live TCP reader crashes this process.
         del self._own_pool, self._own_landing, self._agent
+
+    def _enter_device(self) -> None:
+        nixl_backend.enter_device(self._pool_memory.region)
+        self._threads.add(threading.get_ident())
 
     def _link(self, peer: WorkerKey) -> _Link:
         link = self._links.get(peer)

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives one agent: takes commands from any thread, moves pulls forward, reports what ended.
 
-``tick`` runs on the one thread that may touch the agent and takes the time as an argument, so a test drives it by
+``tick`` runs on the thread that drives the agent and takes the time as an argument, so a test drives it by
 hand. :class:`~twinpool.transfer.thread.TransferThread` gives it a thread.
+
+A small pull may be stepped once on the thread that asks for it, where the driving thread sleeps: the change to that thread
+and back takes longer than such a read. One lock says who touches the agent; who does not get it leaves the pull to the
+driving thread. Nothing else differs: it is the same step, data and then generations, and what is not over after it goes
+on in ``tick``.
 """
 
 from __future__ import annotations
@@ -41,6 +46,10 @@ One to a GPU only queues copies, so its limit is there for the length of the lis
 
 MAX_POST_DESCRIPTORS: Final = 1 << 16
 """Most descriptors of one post of parts of blocks, between workers of unequal degree."""
+
+HERE_BYTES: Final[dict[MemoryType, int]] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
+"""The largest pull that the asking thread steps itself. Over shared memory that copies for up to a millisecond; to a GPU it
+queues copies, some 6 µs for each block."""
 
 Dispatch = Callable[[Callable[[], None]], None]
 """Runs a callback on the thread that wants it, such as ``loop.call_soon_threadsafe``."""
@@ -84,7 +93,9 @@ class TransferPump:
         observer: TransferObserver | None = None,
         wake: Callable[[], None] = lambda: None,
         max_post_bytes: int | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """``clock``: steps small pulls where they are asked for, and calls back there, maybe before ``pull`` returns."""
         self._agent = agent
         self._dispatch = dispatch
         self._observer = observer if observer is not None else NullObserver()
@@ -92,6 +103,10 @@ class TransferPump:
         if max_post_bytes is None:
             max_post_bytes = MAX_POST_BYTES[agent.descriptor.pool.memory_type]
         self._piece_blocks = max(1, max_post_bytes // agent.descriptor.block_bytes)
+        self._clock = clock
+        self._here_bytes = HERE_BYTES[agent.descriptor.pool.memory_type] if clock is not None else 0
+        self._driving = threading.Lock()  # held by whoever calls the agent
+        self._held: list[Callable[[], None]] | None = None  # calls back that wait until it is free again
         self._lock = threading.Lock()
         self._commands: deque[Callable[[float], None]] = deque()
         self._closed = False
@@ -138,6 +153,8 @@ class TransferPump:
         ``on_done`` is called once, ``on_fenced`` once after it: until then bytes may still land in ``local``.
         """
         pull = Pull(peer, remote, local, deadline_seconds, on_done, on_fenced)
+        if self._pull_here(pull):
+            return pull
         self._submit(lambda now: self._start(pull, now))
         return pull
 
@@ -164,6 +181,19 @@ class TransferPump:
 
     def tick(self, now: float) -> Pace:
         """Runs commands, serves this worker's readers and moves every pull forward."""
+        with self._driving:
+            return self._tick(now)
+
+    def close(self) -> None:
+        """Ends every pull as CLOSED, closes the agent, and only then reports them fenced."""
+        with self._lock:
+            self._closed = True
+        with self._driving:
+            self._close()
+
+    # --- inside
+
+    def _tick(self, now: float) -> Pace:
         while self._commands:
             self._commands.popleft()(now)
         self._agent.progress()
@@ -177,10 +207,7 @@ class TransferPump:
             return Pace.NOW
         return Pace.BUSY if self._pulls or self._offers else Pace.IDLE
 
-    def close(self) -> None:
-        """Ends every pull as CLOSED, closes the agent, and only then reports them fenced."""
-        with self._lock:
-            self._closed = True
+    def _close(self) -> None:
         while self._commands:
             self._commands.popleft()(0.0)
         for pull in list(self._pulls):
@@ -192,7 +219,30 @@ class TransferPump:
             self._call(pull.on_fenced)
         self._lingering.clear()
 
-    # --- inside ---
+    def _pull_here(self, pull: Pull) -> bool:
+        """Steps a small pull on this thread. False: nothing was done, the driving thread has to do it."""
+        clock = self._clock
+        if clock is None or not 0 < len(pull.remote) * self._own.block_bytes <= self._here_bytes:
+            return False
+        if not self._driving.acquire(blocking=False):
+            return False
+        calls: list[Callable[[], None]] = []
+        try:
+            # What was asked for before this pull comes first.
+            if self._closed or self._commands:
+                return False
+            self._held = calls
+            now = clock()
+            self._start(pull, now)
+            self._step(pull, now)
+        finally:
+            self._held = None
+            self._driving.release()
+        if not pull.fenced:
+            self._wake()
+        for call in calls:
+            self._guarded(call)
+        return True
 
     def _submit(self, command: Callable[[float], None]) -> None:
         with self._lock:
@@ -314,8 +364,14 @@ class TransferPump:
         )
 
     def _call(self, callback: Callable[[], None]) -> None:
+        if self._held is not None:
+            self._held.append(callback)
+        else:
+            self._guarded(lambda: self._dispatch(callback))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
         try:
-            self._dispatch(callback)
+            call()
         except Exception:
             # A callback's fault must not stop the transfers of everyone else.
             _log.exception("transfer_callback_raised")

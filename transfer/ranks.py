@@ -65,6 +65,8 @@ class RankedPort:
             )
         group = _Group(len(ranks), self._port.cancel, on_done, lambda: self._fenced(group, on_fenced))
         for index, rank in enumerate(ranks):
+            if group.ended:
+                break  # one of them has failed already
             group.pulls.append(
                 self._port.pull(
                     rank,
@@ -76,6 +78,7 @@ class RankedPort:
                 )
             )
         self._groups[group.pulls[0]] = group
+        group.seal()
         return group.pulls[0]
 
     def cancel(self, pull: Pull) -> None:
@@ -85,7 +88,7 @@ class RankedPort:
             self._port.cancel(each)
 
     def _fenced(self, group: _Group, on_fenced: Callable[[], None]) -> None:
-        self._groups.pop(group.pulls[0], None)
+        del self._groups[group.pulls[0]]
         on_fenced()
 
 
@@ -102,8 +105,9 @@ class _Group:
         self.pulls: list[Pull] = []
         self._generations: list[Generations | None] = [None] * count
         self._outcomes: list[PullOutcome] = []
-        self._ended = False
-        self._unfenced = count
+        self.ended = False
+        self._fenced = 0
+        self._sealed = False
         self._cancel = cancel
         self._on_done = on_done
         self._on_fenced = on_fenced
@@ -112,7 +116,7 @@ class _Group:
         """What is called when the pull from rank ``index`` ends."""
 
         def one_done(outcome: PullOutcome) -> None:
-            if self._ended:
+            if self.ended:
                 return
             if outcome.fault is not None or outcome.generations is None:
                 self._fail(index, outcome)
@@ -120,19 +124,27 @@ class _Group:
             self._generations[index] = outcome.generations
             self._outcomes.append(outcome)
             if len(self._outcomes) == len(self._generations):
-                self._ended = True
+                self.ended = True
                 self._on_done(self._success())
 
         return one_done
 
     def fenced(self) -> None:
         """A rank's pull is fenced; each ends before."""
-        self._unfenced -= 1
-        if self._unfenced == 0:
+        self._fenced += 1
+        self._check_fence()
+
+    def seal(self) -> None:
+        """No rank's pull is added any more."""
+        self._sealed = True
+        self._check_fence()
+
+    def _check_fence(self) -> None:
+        if self._sealed and self._fenced == len(self.pulls):
             self._on_fenced()
 
     def _fail(self, index: int, outcome: PullOutcome) -> None:
-        self._ended = True
+        self.ended = True
         for pull in self.pulls:
             self._cancel(pull)
         fault = outcome.fault or Fault.UNKNOWN

@@ -31,7 +31,7 @@ from twinpool.v1 import worker_pb2
 
 
 class ReadPort(Protocol):
-    """What pulls need of the transfer thread. Callbacks arrive on the reader's thread."""
+    """What pulls need of the transfer thread. Callbacks arrive on the reader's thread, maybe before ``pull`` returns."""
 
     def pull(
         self,
