@@ -192,12 +192,13 @@ class Product:
         self.owner: PeerDescriptor = self._owner.recv()
         self._pulls = PullManager(
             self.half.thread,
-            lambda _owner, message: self._owner.send(message.SerializeToString()),
+            lambda _owner, message: self._outbox.append(message.SerializeToString()),
             block_bytes=setting.block_bytes,
             read_deadline_seconds=DEADLINE_SECONDS,
             digest=digest_of(self.half.pool),
         )
         self._count = 0
+        self._outbox: list[bytes] = []  # as a worker's: what is said goes out after the turn
         connected: list[TransferError | None] = []
         self.half.thread.connect(self.owner, connected.append)
         while not connected:
@@ -246,6 +247,7 @@ class Product:
         shape = PromptShape(sum(map(len, chunks)) * BLOCK_TOKENS, BLOCK_TOKENS, 0)
         end = _End()
         self._pulls.expect(time.monotonic(), attempt, self.owner.worker, shape, local, end)
+        self._flush()
         self._owner.send((attempt.request_id, chunks, pace))
         return end
 
@@ -263,8 +265,14 @@ class Product:
         return end.ready
 
     def _released(self) -> None:
+        self._flush()
         while self._pulls.unreleased:
             self._hear(self._owner.recv())
+
+    def _flush(self) -> None:
+        for message in self._outbox:
+            self._owner.send(message)
+        self._outbox.clear()
 
     def close(self) -> None:
         """Ends the owner's process."""

@@ -16,6 +16,7 @@ MERGE_GAP = 512
 """Entries (4 KiB of them) that may be read in vain to save a descriptor."""
 
 _FEW = 64
+_FIRST = np.zeros(1, np.int64)
 
 
 def cover(blocks: Blocks, gap: int = MERGE_GAP) -> tuple[Blocks, NDArray[np.integer]]:
@@ -25,6 +26,8 @@ def cover(blocks: Blocks, gap: int = MERGE_GAP) -> tuple[Blocks, NDArray[np.inte
     """
     if len(blocks) == 0:
         return np.empty(0, np.int32), np.empty(0, np.int64)
+    if len(blocks) == 1:
+        return blocks, _FIRST
     low, high = _bounds(blocks)
     if high - low <= gap:
         # The usual case, at a third of the cost of the general one.

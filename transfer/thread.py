@@ -193,7 +193,8 @@ class TransferThread:
             while not self._stopping:
                 delay = self._delay[pump.tick(time.monotonic())]
                 self.ticks += 1
-                eager = EAGER_SECONDS if pump.posts != posts else 2 * eager
+                # What was posted and is over needs no poll; one that comes now stands in the way of the next pull.
+                eager = EAGER_SECONDS if pump.posts != posts and pump.in_flight else 2 * eager
                 posts = pump.posts
                 delay = min(delay, eager)
                 if delay:

@@ -15,6 +15,7 @@ from twinpool.transfer.base import MemoryRegion, PeerDescriptor
 from twinpool.transfer.descriptor import DescriptorError, from_message, to_message
 from twinpool.transfer.shard import KvShard, share, share_of, sources, strided
 from twinpool.v1 import handoff_pb2
+from twinpool.worker.handoff_server import descriptor_error
 
 GQA = KvShard(degree=1, rank=0, heads=8, head_bytes=(64, 32), rows=6)
 MLA = KvShard(degree=1, rank=0, heads=0, head_bytes=(1152,), rows=6)
@@ -178,6 +179,7 @@ def test_a_degree_that_does_not_divide_is_told_to_the_operator() -> None:
     error = refusal(message, descriptor(GQA, "reader"))
     assert error.field == "shard"
     assert "tensor-parallel degree 3 does not divide the model's 8 KV heads" in error.detail
+    assert descriptor_error(error).reason == "FINGERPRINT_MISMATCH"
 
 
 def test_blocks_must_have_the_length_that_their_shard_has() -> None:
