@@ -103,7 +103,10 @@ class Half:
         def make() -> NixlAgent:
             return NixlAgent(self.key, "bench", memory, self.pool.generations, ucx_tls=setting.ucx_tls)
 
-        self.thread = TransferThread(make, dispatch=self.calls.put, poll_seconds=setting.poll_seconds)
+        # As a worker has it: see ``worker.serving``.
+        self.thread = TransferThread(
+            make, dispatch=self.calls.put, poll_seconds=setting.poll_seconds, pull_here=True
+        )
         self.descriptor = self.thread.start()
 
 
@@ -162,12 +165,12 @@ def offer(book: OfferBook, reader: WorkerKey, request_id: str, chunks: list[Bloc
 class _End:
     """The listener of one pull."""
 
-    ready: bool = False
+    ready: float | None = None  # when
     failure: HandoffFailure | None = None
     seconds: list[float] = field(default_factory=list)
 
     def on_ready(self, session: PullSession, first_tokens: Sequence[worker_pb2.FirstToken]) -> None:
-        self.ready = True
+        self.ready = time.perf_counter()
 
     def on_failed(self, session: PullSession, failure: HandoffFailure) -> None:
         self.failure = failure
@@ -189,12 +192,13 @@ class Product:
         self.owner: PeerDescriptor = self._owner.recv()
         self._pulls = PullManager(
             self.half.thread,
-            lambda _owner, message: self._owner.send(message.SerializeToString()),
+            lambda _owner, message: self._outbox.append(message.SerializeToString()),
             block_bytes=setting.block_bytes,
             read_deadline_seconds=DEADLINE_SECONDS,
             digest=digest_of(self.half.pool),
         )
         self._count = 0
+        self._outbox: list[bytes] = []  # as a worker's: what is said goes out after the turn
         connected: list[TransferError | None] = []
         self.half.thread.connect(self.owner, connected.append)
         while not connected:
@@ -243,6 +247,7 @@ class Product:
         shape = PromptShape(sum(map(len, chunks)) * BLOCK_TOKENS, BLOCK_TOKENS, 0)
         end = _End()
         self._pulls.expect(time.monotonic(), attempt, self.owner.worker, shape, local, end)
+        self._flush()
         self._owner.send((attempt.request_id, chunks, pace))
         return end
 
@@ -253,14 +258,21 @@ class Product:
         return done
 
     def _proven(self, end: _End) -> float:
-        while not end.ready and end.failure is None:
+        while end.ready is None and end.failure is None:
             self.half.calls.get()()
         assert end.failure is None, end.failure
-        return time.perf_counter()
+        assert end.ready is not None
+        return end.ready
 
     def _released(self) -> None:
+        self._flush()
         while self._pulls.unreleased:
             self._hear(self._owner.recv())
+
+    def _flush(self) -> None:
+        for message in self._outbox:
+            self._owner.send(message)
+        self._outbox.clear()
 
     def close(self) -> None:
         """Ends the owner's process."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinpool.ids import WorkerKey
+from twinpool.transfer.shard import KvShard
 from twinpool.v1 import worker_pb2
 
 Blocks: TypeAlias = NDArray[np.int32]
@@ -171,6 +172,8 @@ class PeerDescriptor:
     generations: MemoryRegion
     agent_name: str
     agent_metadata: bytes = field(repr=False)
+    shard: KvShard | None = None
+    """What of each row the pool holds; None: whole rows."""
 
 
 class ReadHandle:
@@ -180,7 +183,7 @@ class ReadHandle:
 
 
 class TransferAgent(Protocol):
-    """Moves bytes from peers' pools into this worker's pool. All calls come from one thread.
+    """Moves bytes from peers' pools into this worker's pool. Calls come from one thread at a time.
 
     ``read`` and ``read_generations`` raise TransferError if nothing was posted; everything after that is a state.
     Generations are to be read *after* the data read is DONE: the owner raises a block's generation before the first
@@ -199,7 +202,10 @@ class TransferAgent(Protocol):
     def connected(self, peer: WorkerKey) -> bool: ...
 
     def read(self, peer: WorkerKey, remote: Blocks, local: Blocks) -> ReadHandle:
-        """Posts a read of whole blocks, ``remote[i]`` into ``local[i]``; at least one. Raises TransferError."""
+        """Posts a read of blocks, ``remote[i]`` into ``local[i]``; at least one. Raises TransferError.
+
+        From a rank of a worker of another degree only the part that both pools have: see :mod:`~twinpool.transfer.shard`.
+        """
         ...
 
     def read_generations(self, peer: WorkerKey, remote: Blocks) -> ReadHandle:

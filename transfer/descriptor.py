@@ -19,6 +19,7 @@ from twinpool.transfer.base import (
     PeerDescriptor,
     TransferError,
 )
+from twinpool.transfer.shard import KvShard, mismatch
 from twinpool.v1 import handoff_pb2, worker_pb2
 
 METADATA_BYTES_MAX = 1 << 20
@@ -65,6 +66,7 @@ def to_message(descriptor: PeerDescriptor) -> handoff_pb2.WorkerDescriptor:
         agent_name=descriptor.agent_name,
         agent_metadata=descriptor.agent_metadata,
         agent_metadata_sha256=hashlib.sha256(descriptor.agent_metadata).digest(),
+        shard=None if descriptor.shard is None else _shard_message(descriptor.shard),
     )
 
 
@@ -83,7 +85,8 @@ def from_message(
         )
     if worker == own.worker:
         raise DescriptorError("worker", f"{worker} is this worker itself")
-    _check_layout(message, own, worker)
+    shard = _shard(message, worker)
+    _check_layout(message, own, worker, shard)
     generations = _region(message.generations, "generations")
     if generations.memory_type != "DRAM" or generations.address % GENERATION_BYTES:
         raise DescriptorError("generations", "the table must be 8-byte aligned host memory")
@@ -97,20 +100,20 @@ def from_message(
         generations=generations,
         agent_name=message.agent_name,
         agent_metadata=message.agent_metadata,
+        shard=shard,
     )
 
 
-def _check_layout(message: handoff_pb2.WorkerDescriptor, own: PeerDescriptor, worker: WorkerKey) -> None:
+def _check_layout(
+    message: handoff_pb2.WorkerDescriptor, own: PeerDescriptor, worker: WorkerKey, shard: KvShard | None
+) -> None:
     if message.fingerprint != own.fingerprint:
         raise DescriptorError(
             "fingerprint",
             f"{worker} has {message.fingerprint[:SHOWN_CHARS]!r}, this worker {own.fingerprint!r}: model, dtype, block size and "
             "layout must be equal on both",
         )
-    if message.block_bytes != own.block_bytes:
-        raise DescriptorError(
-            "block_bytes", f"{worker} has {message.block_bytes}, this worker {own.block_bytes}"
-        )
+    _check_shards(message, own, worker, shard)
     if not 1 <= message.num_blocks < 1 << 31:
         raise DescriptorError("num_blocks", f"{message.num_blocks} is not in 1..2**31-1")
     for name, region, entry in (
@@ -119,6 +122,50 @@ def _check_layout(message: handoff_pb2.WorkerDescriptor, own: PeerDescriptor, wo
     ):
         if region.length_bytes != message.num_blocks * entry:
             raise DescriptorError(name, f"{region.length_bytes} bytes are not {message.num_blocks} x {entry}")
+
+
+def _check_shards(
+    message: handoff_pb2.WorkerDescriptor, own: PeerDescriptor, worker: WorkerKey, shard: KvShard | None
+) -> None:
+    """Blocks have to be equally long, or parts of the same rows. Absent shards are whole rows."""
+    known = shard or own.shard
+    if known is None:
+        if message.block_bytes != own.block_bytes:
+            raise DescriptorError(
+                "block_bytes", f"{worker} has {message.block_bytes}, this worker {own.block_bytes}"
+            )
+        return
+    ours, theirs = own.shard or known.of_degree(1), shard or known.of_degree(1)
+    problem = mismatch(ours, theirs)
+    if problem is not None:
+        raise DescriptorError("shard", f"{worker} has {problem}")
+    for who, size, held in (
+        (str(worker), message.block_bytes, theirs),
+        ("this worker", own.block_bytes, ours),
+    ):
+        if size != held.block_bytes:
+            detail = f"{who} has {size}, rank {held.rank} of {held.degree} of this layout {held.block_bytes}"
+            raise DescriptorError("block_bytes", detail)
+
+
+def _shard(message: handoff_pb2.WorkerDescriptor, worker: WorkerKey) -> KvShard | None:
+    if not message.HasField("shard"):
+        return None
+    shard = message.shard
+    try:
+        return KvShard(shard.degree, shard.rank, shard.heads, tuple(shard.head_bytes), shard.rows)
+    except ValueError as error:
+        raise DescriptorError("shard", f"{worker}: {error}") from None
+
+
+def _shard_message(shard: KvShard) -> handoff_pb2.KvShard:
+    return handoff_pb2.KvShard(
+        degree=shard.degree,
+        rank=shard.rank,
+        heads=shard.heads,
+        head_bytes=shard.head_bytes,
+        rows=shard.rows,
+    )
 
 
 def _check_metadata(message: handoff_pb2.WorkerDescriptor, worker: WorkerKey) -> None:

@@ -94,15 +94,23 @@ class HandoffFailure:
         return _WIRE[self.fault] == FailureReason.FAILURE_REASON_FENCED
 
 
-def check_generations(expected: Sequence[int], actual: Generations) -> HandoffFailure | None:
-    """Compares the ticket's generations with the owner's table as read *after* the data."""
+def check_generations(expected: Sequence[int] | Generations, actual: Generations) -> HandoffFailure | None:
+    """Compares the ticket's generations with the owner's table as read *after* the data.
+
+    ``actual`` is ``uint64[n]``, or ``uint64[ranks, n]`` of an owner that is several ranks: each of their tables has to agree.
+    """
+    if actual.ndim == 2 and len(actual):
+        failures = [check_generations(expected, rank) for rank in actual]
+        return next((failure for failure in failures if failure is not None), None)
     wanted = np.asarray(expected, dtype=np.uint64)
+    if wanted.shape == actual.shape and wanted.dtype == actual.dtype and wanted.tobytes() == actual.tobytes():
+        return None  # equal byte for byte, the usual case
     if wanted.shape != actual.shape:
         detail = f"{actual.size} generations read for {wanted.size} blocks"
         return HandoffFailure.of(HandoffFault.STALE_GENERATION, detail)
     stale = np.flatnonzero(wanted != actual)
     if stale.size == 0:
-        return None
+        return None  # the same numbers in another type
     first = int(stale[0])
     detail = (
         f"{stale.size} of {wanted.size} blocks were reused by the owner; block {first} of the ticket has generation "

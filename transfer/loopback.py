@@ -31,6 +31,7 @@ from twinpool.transfer.base import (
     failed,
 )
 from twinpool.transfer.descriptor import agent_name
+from twinpool.transfer.shard import KvShard, share_of
 
 
 class _Read(ReadHandle):
@@ -122,6 +123,7 @@ class LoopbackAgent:
         generations: Generations,
         *,
         fabric: Fabric,
+        shard: KvShard | None = None,
     ) -> None:
         if generations.dtype != np.uint64 or generations.shape != (pool.num_blocks,):
             raise ValueError(f"the generation table must be uint64[{pool.num_blocks}]")
@@ -135,7 +137,15 @@ class LoopbackAgent:
         table = MemoryRegion(generations.ctypes.data, generations.nbytes)
         name = agent_name(worker)
         self._descriptor = PeerDescriptor(
-            worker, fingerprint, pool.region, pool.block_bytes, pool.num_blocks, table, name, b"loopback"
+            worker,
+            fingerprint,
+            pool.region,
+            pool.block_bytes,
+            pool.num_blocks,
+            table,
+            name,
+            b"loopback",
+            shard,
         )
         fabric.join(worker)
 
@@ -149,6 +159,9 @@ class LoopbackAgent:
             raise TransferError(Fault.PEER_REFUSED, f"{peer.worker} has changed its descriptor")
         if not self._fabric.serves(peer.worker):
             raise TransferError(Fault.PEER_LOST, f"{peer.worker} is not on the fabric")
+        part = share_of(self._descriptor.shard, peer.shard)
+        if part is not None and not part.runs:
+            raise TransferError(Fault.PEER_REFUSED, f"{peer.worker} holds none of this rank's heads")
         for worker in [w for w in self._peers if w.name == peer.worker.name]:
             del self._peers[worker]
         self._peers[peer.worker] = peer
@@ -163,12 +176,25 @@ class LoopbackAgent:
         owner = self._peer(peer)
         if len(remote) == 0 or len(remote) != len(local):
             raise TransferError(Fault.INVALID, f"{len(remote)} blocks into {len(local)}")
-        size = self._pool.block_bytes
+        part = share_of(self._descriptor.shard, owner.shard)
         copies = []
         for theirs, ours in zip(remote.tolist(), local.tolist(), strict=True):
             if not (0 <= theirs < owner.num_blocks and 0 <= ours < self._pool.num_blocks):
                 raise TransferError(Fault.INVALID, f"block {theirs} into block {ours}")
-            copies.append((self._pool.region.address + ours * size, owner.pool.address + theirs * size, size))
+            target = self._pool.region.address + ours * self._pool.block_bytes
+            source = owner.pool.address + theirs * owner.block_bytes
+            if part is None:
+                copies.append((target, source, owner.block_bytes))
+                continue
+            copies += [
+                (
+                    target + row * part.local_row_bytes + run.local,
+                    source + row * part.remote_row_bytes + run.remote,
+                    run.length,
+                )
+                for row in range(part.rows)
+                for run in part.runs
+            ]
         return self._post(_Read(peer, remote, copies))
 
     def read_generations(self, peer: WorkerKey, remote: Blocks) -> ReadHandle:

@@ -13,6 +13,7 @@ Choices, with what was measured for them (two processes, blocks of 281,088 bytes
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from twinpool.transfer.base import (
     TransferError,
 )
 from twinpool.transfer.descriptor import agent_name
+from twinpool.transfer.shard import KvShard, Share, share_of, strided
 from twinpool.transfer.spans import Landing, cover
 
 _log = get_logger(__name__)
@@ -46,21 +48,22 @@ _LANDING_ENTRIES_MIN = 1 << 16
 class _Link:
     """A connected peer: its prepared descriptor lists and how many reads from it are not fenced."""
 
-    __slots__ = ("descriptor", "generations", "live", "lost", "pool", "retired")
+    __slots__ = ("descriptor", "generations", "live", "lost", "part", "pool", "retired")
 
-    def __init__(self, descriptor: PeerDescriptor, pool: Any, generations: Any) -> None:
+    def __init__(self, descriptor: PeerDescriptor, pool: Any, generations: Any, part: Share | None) -> None:
         self.descriptor = descriptor
         self.pool = pool
         self.generations = generations
+        self.part = part  # None: whole blocks
         self.live = 0
         self.lost = False
         self.retired = False
 
 
 class _Read(ReadHandle):
-    """A read and, if it reads generations, where they land and which of them were asked for."""
+    """A read and, if it reads generations, where they land and which of them were asked for. ``lists``: made for it alone."""
 
-    __slots__ = ("landing", "link", "positions", "raw", "state")
+    __slots__ = ("landing", "link", "lists", "positions", "raw", "state")
 
     def __init__(self, raw: Any, link: _Link) -> None:
         self.raw = raw
@@ -68,10 +71,14 @@ class _Read(ReadHandle):
         self.state = PENDING
         self.landing: int | None = None
         self.positions: Any = None
+        self.lists: list[Any] = []
 
 
 class NixlAgent:
-    """See :class:`~twinpool.transfer.base.TransferAgent`. Make it, use it and close it on one thread."""
+    """See :class:`~twinpool.transfer.base.TransferAgent`. Make it and close it on one thread, and use it on one at a time.
+
+    NIXL is told so (``NIXL_THREAD_SYNC_STRICT``): by default it has UCX expect one thread for ever.
+    """
 
     def __init__(
         self,
@@ -81,11 +88,12 @@ class NixlAgent:
         generations: Generations,
         *,
         ucx_tls: str | None = None,
+        shard: KvShard | None = None,
     ) -> None:
         """Registers ``pool`` and the table ``generations`` (``uint64[num_blocks]``, kept by reference) once.
 
-        ``ucx_tls``: UCX transports such as "tcp,sm,self"; None leaves UCX_TLS as it is. Raises ImportError,
-        ValueError, or TransferError if NIXL refuses.
+        ``shard``: what of each row the pool holds; None: all. ``ucx_tls``: UCX transports such as "tcp,sm,self"; None leaves
+        UCX_TLS as it is. Raises ImportError, ValueError, or TransferError if NIXL refuses.
         """
         _check_table(generations, pool.num_blocks)
         api = nixl_backend.load_api()
@@ -94,6 +102,8 @@ class NixlAgent:
         # Reads of generations land here. Like the pool it stays registered for the agent's life.
         self._landing = np.zeros(max(_LANDING_ENTRIES_MIN, pool.num_blocks), dtype=np.uint64)
         self._runs = Landing(len(self._landing))
+        self._numbers = np.arange(len(self._landing), dtype=np.int32)
+        self._threads: set[int] = set()  # that have the pool's device current
         self._links: dict[WorkerKey, _Link] = {}
         self._retired: list[_Link] = []
         self._reads: set[_Read] = set()
@@ -101,9 +111,10 @@ class NixlAgent:
         table = MemoryRegion(generations.ctypes.data, generations.nbytes)
         landing = MemoryRegion(self._landing.ctypes.data, self._landing.nbytes)
         try:
-            nixl_backend.enter_device(pool.region)
+            self._enter_device()
             with nixl_backend.ucx_environment(ucx_tls, pool.region.memory_type):
-                config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+                strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+                config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
                 self._agent: Any = api.nixl_agent(name, config)
             for region in (pool.region, table, landing):
                 entry = (region.address, region.length_bytes, region.device_id, "")
@@ -114,7 +125,7 @@ class NixlAgent:
         except Exception as error:
             raise TransferError(nixl_backend.fault_of(error), nixl_backend.describe(error)) from error
         self._descriptor = PeerDescriptor(
-            worker, fingerprint, pool.region, pool.block_bytes, pool.num_blocks, table, name, metadata
+            worker, fingerprint, pool.region, pool.block_bytes, pool.num_blocks, table, name, metadata, shard
         )
 
     @property
@@ -156,17 +167,19 @@ class NixlAgent:
 
     def read(self, peer: WorkerKey, remote: Blocks, local: Blocks) -> ReadHandle:
         link = self._link(peer)
+        # That every block is inside its list is for NIXL to see, which refuses the whole read before it posts anything.
         if len(remote) == 0 or len(remote) != len(local):
             raise TransferError(Fault.INVALID, f"{len(remote)} blocks into {len(local)}")
-        _check_range(remote, link.descriptor.num_blocks, "remote")
-        _check_range(local, self._pool_memory.num_blocks, "local")
+        if threading.get_ident() not in self._threads:
+            self._enter_device()
+        if link.part is not None:
+            return self._read_part(link, link.part, remote, local)
         return self._post(link, self._own_pool, local, link.pool, remote, None)
 
     def read_generations(self, peer: WorkerKey, remote: Blocks) -> ReadHandle:
         link = self._link(peer)
         if len(remote) == 0:
             raise TransferError(Fault.INVALID, "generations of no block")
-        _check_range(remote, link.descriptor.num_blocks, "remote")
         entries, positions = cover(remote)
         if len(entries) > len(self._landing):
             entries, positions = cover(remote, gap=1)
@@ -175,7 +188,7 @@ class NixlAgent:
         start = self._runs.take(len(entries))
         if start is None:
             raise AgentBusy
-        local = np.arange(start, start + len(entries), dtype=np.int32)
+        local = self._numbers[start : start + len(entries)]
         try:
             handle = self._post(link, self._own_landing, local, link.generations, entries, start)
         except TransferError:
@@ -211,6 +224,8 @@ class NixlAgent:
         if read.landing is not None:
             self._runs.give(read.landing)
         self._quietly(read.raw.release)
+        for made in read.lists:
+            self._quietly(made.release)
 
     def progress(self) -> None:
         try:
@@ -221,7 +236,8 @@ class NixlAgent:
 
     def close(self) -> None:
         for read in self._reads:
-            self._quietly(read.raw.release)
+            for held in (read.raw, *read.lists):
+                self._quietly(held.release)
         self._reads.clear()
         for link in [*self._links.values(), *self._retired]:
             self._quietly(link.pool.release)
@@ -234,6 +250,10 @@ class NixlAgent:
         # registered until then on purpose: an explicit deregistration under a live TCP reader crashes this process.
         del self._own_pool, self._own_landing, self._agent
 
+    def _enter_device(self) -> None:
+        nixl_backend.enter_device(self._pool_memory.region)
+        self._threads.add(threading.get_ident())
+
     def _link(self, peer: WorkerKey) -> _Link:
         link = self._links.get(peer)
         if link is None:
@@ -243,11 +263,14 @@ class NixlAgent:
         return link
 
     def _load(self, peer: PeerDescriptor) -> _Link:
+        part = share_of(self._descriptor.shard, peer.shard)
+        if part is not None and not part.runs:
+            raise TransferError(Fault.PEER_REFUSED, f"{peer.worker} holds none of this rank's heads")
         if peer == self._descriptor:
             # This agent itself, for a check of the path: NIXL has its own metadata, and no connection to make.
             pool = self._prepare(peer.agent_name, peer.pool, peer.block_bytes, peer.num_blocks)
             own = self._prepare(peer.agent_name, peer.generations, GENERATION_BYTES, peer.num_blocks)
-            return _Link(peer, pool, own)
+            return _Link(peer, pool, own, None)
         name = self._agent.add_remote_agent(peer.agent_metadata)
         name = name.decode() if isinstance(name, bytes) else name
         if name != peer.agent_name:
@@ -260,7 +283,38 @@ class NixlAgent:
         except Exception:
             self._quietly(self._agent.remove_remote_agent, name)
             raise
-        return _Link(peer, pool, generations)
+        return _Link(peer, pool, generations, part)
+
+    def _read_part(self, link: _Link, part: Share, remote: Blocks, local: Blocks) -> ReadHandle:
+        """Over lists of these blocks' runs alone: those of a whole pool would have millions of entries."""
+        peer, own = link.descriptor, self._descriptor
+        _check_range(remote, peer.num_blocks, "remote")
+        _check_range(local, own.num_blocks, "local")
+        sides = (
+            ("", own.pool, local, part.local_row_bytes, [(run.local, run.length) for run in part.runs]),
+            (
+                peer.agent_name,
+                peer.pool,
+                remote,
+                part.remote_row_bytes,
+                [(run.remote, run.length) for run in part.runs],
+            ),
+        )
+        lists: list[Any] = []
+        try:
+            for agent, pool, blocks, row_bytes, runs in sides:
+                table = strided(blocks, pool.address, pool.device_id, part.rows, row_bytes, runs)
+                lists.append(self._agent.prep_xfer_dlist(agent, table, pool.memory_type))
+            entries = np.arange(len(remote) * part.descriptors, dtype=np.int32)
+            read = self._post(link, lists[0], entries, lists[1], entries, None)
+        except Exception as error:
+            for made in lists:
+                self._quietly(made.release)
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(nixl_backend.fault_of(error), nixl_backend.describe(error)) from error
+        read.lists = lists
+        return read
 
     def _prepare(self, agent: str, region: MemoryRegion, entry_bytes: int, count: int) -> Any:
         strided = np.array([[region.address, entry_bytes, region.device_id, entry_bytes, count]], np.uint64)
@@ -315,6 +369,14 @@ def _own(handle: ReadHandle) -> _Read:
     return handle
 
 
+def _check_range(blocks: Blocks, limit: int, side: str) -> None:
+    low, high = int(blocks.min()), int(blocks.max())
+    if low < 0 or high >= limit:
+        raise TransferError(
+            Fault.INVALID, f"{side} block {low if low < 0 else high} is not in 0..{limit - 1}"
+        )
+
+
 def _check_table(generations: Generations, num_blocks: int) -> None:
     if (
         generations.dtype != np.uint64
@@ -323,12 +385,4 @@ def _check_table(generations: Generations, num_blocks: int) -> None:
     ):
         raise ValueError(
             f"the generation table must be uint64[{num_blocks}], not {generations.dtype}{generations.shape}"
-        )
-
-
-def _check_range(blocks: Blocks, limit: int, side: str) -> None:
-    low, high = int(blocks.min()), int(blocks.max())
-    if low < 0 or high >= limit:
-        raise TransferError(
-            Fault.INVALID, f"{side} block {low if low < 0 else high} is not in 0..{limit - 1}"
         )

@@ -8,6 +8,16 @@ The state machine of a pull, driven by :class:`~twinpool.transfer.pump.TransferP
 
 It ends exactly once and is fenced exactly once, in this order. Between the two the caller knows the outcome already
 but must not reuse the destination blocks.
+
+Why equal generations prove the bytes. The owner raises a block's generation before the first byte of new content goes
+into it, and generations never go down. The read of the generations is posted only when the agent has reported every read
+of the data DONE, that is, when every byte has left the owner's memory. Say that one of them was of newer content than the
+ticket's. Then the raise came before the write of that byte, the write before its read, its read before DONE, DONE before the
+post of the generations' read, and that before the look at the counter: the counter reads other than the ticket says, and the
+pull is refused. Nothing in this chain depends on which thread steps the pull (``step`` runs under the pump's lock, so its
+two posts have one order on whatever thread), on how often the owner polls, or on the transport; and nothing shorter would
+do: transports do not order two reads that are in flight together, so a read of generations that is posted behind the data
+before DONE could look first. A pull from several ranks is one such chain for each of them (``ranks``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives one agent: takes commands from any thread, moves pulls forward, reports what ended.
 
-``tick`` runs on the one thread that may touch the agent and takes the time as an argument, so a test drives it by
+``tick`` runs on the thread that drives the agent and takes the time as an argument, so a test drives it by
 hand. :class:`~twinpool.transfer.thread.TransferThread` gives it a thread.
+
+A small pull may be stepped once on the thread that asks for it, where the driving thread sleeps: the change to that thread
+and back takes longer than such a read. One lock says who touches the agent; who does not get it leaves the pull to the
+driving thread. Nothing else differs: it is the same step, data and then generations, and what is not over after it goes
+on in ``tick``.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -28,6 +33,7 @@ from twinpool.transfer.base import (
     TransferObserver,
 )
 from twinpool.transfer.pull import Pull, PullOutcome
+from twinpool.transfer.shard import share_of
 from twinpool.transfer.spans import count_runs
 
 _log = get_logger(__name__)
@@ -37,6 +43,13 @@ CONNECT_SECONDS = 5.0
 MAX_POST_BYTES: Final[dict[MemoryType, int]] = {"DRAM": 32 << 20, "VRAM": 512 << 20}
 """Most bytes of one post, by the memory of the pool. A post over shared memory copies before it returns: 32 MiB take about 5 ms.
 One to a GPU only queues copies, so its limit is there for the length of the list."""
+
+MAX_POST_DESCRIPTORS: Final = 1 << 16
+"""Most descriptors of one post of parts of blocks, between workers of unequal degree."""
+
+HERE_BYTES: Final[dict[MemoryType, int]] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
+"""The largest pull that the asking thread steps itself. Over shared memory that copies for up to a millisecond; to a GPU it
+queues copies, some 6 µs for each block."""
 
 Dispatch = Callable[[Callable[[], None]], None]
 """Runs a callback on the thread that wants it, such as ``loop.call_soon_threadsafe``."""
@@ -55,6 +68,20 @@ def run_here(callback: Callable[[], None]) -> None:
     callback()
 
 
+class _PeerPool(NamedTuple):
+    num_blocks: int
+    block_bytes: int  # what is read of each block
+    piece_blocks: int  # blocks of one post
+
+
+def _tell_end(pull: Pull, outcome: PullOutcome) -> None:
+    """A pull has ended, and nothing of it can land any more."""
+    try:
+        pull.on_done(outcome)
+    finally:
+        pull.on_fenced()
+
+
 class TransferPump:
     """Commands may come from any thread; ``tick`` and ``close`` from one. Callbacks go through ``dispatch``."""
 
@@ -66,22 +93,29 @@ class TransferPump:
         observer: TransferObserver | None = None,
         wake: Callable[[], None] = lambda: None,
         max_post_bytes: int | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """``clock``: steps small pulls where they are asked for, and calls back there, maybe before ``pull`` returns."""
         self._agent = agent
         self._dispatch = dispatch
         self._observer = observer if observer is not None else NullObserver()
         self._wake = wake
-        self._block_bytes = agent.descriptor.block_bytes
         if max_post_bytes is None:
             max_post_bytes = MAX_POST_BYTES[agent.descriptor.pool.memory_type]
-        self._piece_blocks = max(1, max_post_bytes // self._block_bytes)
+        self._piece_blocks = max(1, max_post_bytes // agent.descriptor.block_bytes)
+        self._clock = clock
+        self._here_bytes = HERE_BYTES[agent.descriptor.pool.memory_type] if clock is not None else 0
+        self._driving = threading.Lock()  # held by whoever calls the agent
+        self._held: list[Callable[[], None]] | None = None  # calls back that wait until it is free again
         self._lock = threading.Lock()
         self._commands: deque[Callable[[float], None]] = deque()
         self._closed = False
         self._pulls: list[Pull] = []  # not ended
         self._lingering: list[Pull] = []  # ended, not fenced
+        self._unreported: list[tuple[Pull, PullOutcome]] = []
         self._offers = 0
-        self._pools: dict[WorkerKey, int] = {}  # blocks of connected peers
+        self._own = agent.descriptor
+        self._pools: dict[WorkerKey, _PeerPool] = {}  # of connected peers
         self.posts = 0
         """Reads handed to the agent so far: a number that has grown tells that one may be done in microseconds."""
 
@@ -119,6 +153,8 @@ class TransferPump:
         ``on_done`` is called once, ``on_fenced`` once after it: until then bytes may still land in ``local``.
         """
         pull = Pull(peer, remote, local, deadline_seconds, on_done, on_fenced)
+        if self._pull_here(pull):
+            return pull
         self._submit(lambda now: self._start(pull, now))
         return pull
 
@@ -133,7 +169,8 @@ class TransferPump:
 
     def pool_blocks(self, peer: WorkerKey) -> int | None:
         """Blocks of a connected peer's pool; None if it is not connected."""
-        return self._pools.get(peer)
+        pool = self._pools.get(peer)
+        return pool.num_blocks if pool is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -144,9 +181,24 @@ class TransferPump:
 
     def tick(self, now: float) -> Pace:
         """Runs commands, serves this worker's readers and moves every pull forward."""
+        with self._driving:
+            return self._tick(now)
+
+    def close(self) -> None:
+        """Ends every pull as CLOSED, closes the agent, and only then reports them fenced."""
+        with self._lock:
+            self._closed = True
+        with self._driving:
+            self._close()
+
+    # --- inside
+
+    def _tick(self, now: float) -> Pace:
         while self._commands:
             self._commands.popleft()(now)
         self._agent.progress()
+        if self._unreported:
+            self._report_ends()
         for pull in list(self._pulls):
             self._step(pull, now)
         for pull in list(self._lingering):
@@ -155,21 +207,42 @@ class TransferPump:
             return Pace.NOW
         return Pace.BUSY if self._pulls or self._offers else Pace.IDLE
 
-    def close(self) -> None:
-        """Ends every pull as CLOSED, closes the agent, and only then reports them fenced."""
-        with self._lock:
-            self._closed = True
+    def _close(self) -> None:
         while self._commands:
             self._commands.popleft()(0.0)
         for pull in list(self._pulls):
             self._finish(pull, pull.end(PullOutcome(Fault.CLOSED, "the agent is closed")))
         self._agent.close()
+        self._report_ends()
         for pull in self._lingering:
             pull.forget()
             self._call(pull.on_fenced)
         self._lingering.clear()
 
-    # --- inside ---
+    def _pull_here(self, pull: Pull) -> bool:
+        """Steps a small pull on this thread. False: nothing was done, the driving thread has to do it."""
+        clock = self._clock
+        if clock is None or not 0 < len(pull.remote) * self._own.block_bytes <= self._here_bytes:
+            return False
+        if not self._driving.acquire(blocking=False):
+            return False
+        calls: list[Callable[[], None]] = []
+        try:
+            # What was asked for before this pull comes first.
+            if self._closed or self._commands:
+                return False
+            self._held = calls
+            now = clock()
+            self._start(pull, now)
+            self._step(pull, now)
+        finally:
+            self._held = None
+            self._driving.release()
+        if not pull.fenced:
+            self._wake()
+        for call in calls:
+            self._guarded(call)
+        return True
 
     def _submit(self, command: Callable[[float], None]) -> None:
         with self._lock:
@@ -190,7 +263,7 @@ class TransferPump:
     ) -> None:
         def on_done(outcome: PullOutcome) -> None:
             if outcome.fault is None:
-                self._pools[peer.worker] = peer.num_blocks
+                self._pools[peer.worker] = self._pool_of(peer)
                 on_result(None)
             else:
                 self.disconnect(peer.worker)
@@ -211,6 +284,13 @@ class TransferPump:
                 return
         self._start(probe, now)
 
+    def _pool_of(self, peer: PeerDescriptor) -> _PeerPool:
+        part = share_of(self._own.shard, peer.shard)
+        if part is None:
+            return _PeerPool(peer.num_blocks, self._own.block_bytes, self._piece_blocks)
+        piece = min(self._piece_blocks, MAX_POST_DESCRIPTORS // part.descriptors)
+        return _PeerPool(peer.num_blocks, part.block_bytes, max(1, piece))
+
     def _disconnect(self, peer: WorkerKey) -> None:
         self._pools.pop(peer, None)
         if not self._closed:
@@ -230,7 +310,10 @@ class TransferPump:
     def _step(self, pull: Pull, now: float) -> None:
         was_ended, posts = pull.ended, pull.posts
         try:
-            outcome = pull.step(self._agent, now, self._piece_blocks)
+            pool = self._pools.get(pull.peer)
+            outcome = pull.step(
+                self._agent, now, pool.piece_blocks if pool is not None else self._piece_blocks
+            )
         except Exception as error:
             # Nothing is known about its reads any more: it fails, and lingers until the agent's end.
             _log.exception("transfer_step_raised", peer=str(pull.peer))
@@ -247,12 +330,23 @@ class TransferPump:
     def _finish(self, pull: Pull, outcome: PullOutcome) -> None:
         if pull in self._pulls:
             self._pulls.remove(pull)
-        self._report(pull, outcome)
-        self._call(lambda: pull.on_done(outcome))
         if pull.fenced:
-            self._call(pull.on_fenced)
+            # Both at once: each dispatch may wake a thread.
+            self._call(lambda: _tell_end(pull, outcome))
         else:
+            self._call(lambda: pull.on_done(outcome))
             self._lingering.append(pull)
+        if outcome.fault is None:
+            self._unreported.append((pull, outcome))
+        else:
+            self._report(pull, outcome)
+
+    def _report_ends(self) -> None:
+        """Tells the observer what succeeded before. Not at once: whoever was told of an end runs then, and needs the
+        interpreter for the proof."""
+        ended, self._unreported = self._unreported, []
+        for pull, outcome in ended:
+            self._report(pull, outcome)
 
     def _report(self, pull: Pull, outcome: PullOutcome) -> None:
         if len(pull.remote) == 0:
@@ -260,17 +354,24 @@ class TransferPump:
         if outcome.fault is not None:
             self._observer.pull_failed(outcome.fault)
             return
+        pool = self._pools.get(pull.peer)
         self._observer.pulled(
             blocks=len(pull.remote),
             descriptors=count_runs(pull.remote, pull.local),
-            size_bytes=len(pull.remote) * self._block_bytes,
+            size_bytes=len(pull.remote) * (pool.block_bytes if pool is not None else self._own.block_bytes),
             seconds=outcome.seconds,
             post_seconds=outcome.post_seconds,
         )
 
     def _call(self, callback: Callable[[], None]) -> None:
+        if self._held is not None:
+            self._held.append(callback)
+        else:
+            self._guarded(lambda: self._dispatch(callback))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
         try:
-            self._dispatch(callback)
+            call()
         except Exception:
             # A callback's fault must not stop the transfers of everyone else.
             _log.exception("transfer_callback_raised")

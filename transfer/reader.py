@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from twinpool.ids import WorkerKey
 from twinpool.logs import get_logger
 from twinpool.transfer.base import AttemptKey, Blocks, NullObserver, TransferObserver
-from twinpool.transfer.descriptor import worker_message
 from twinpool.transfer.digest import Digest
 from twinpool.transfer.fence import HandoffFailure, HandoffFault
 from twinpool.transfer.session import PullListener, PullSession, PullState, ReadPort
@@ -272,7 +271,8 @@ class PullManager:
         return session
 
     def _parse(self, session: PullSession, message: handoff_pb2.Ticket) -> Ticket | HandoffFailure:
-        if message.owner != worker_message(session.owner):
+        named = message.owner
+        if named.name != session.owner.name or named.incarnation != session.owner.incarnation:
             detail = f"a ticket of {message.owner.name}@{message.owner.incarnation:016x} from {session.owner}"
             return HandoffFailure.of(HandoffFault.OWNER_CHANGED, detail)
         pool_blocks = self._port.pool_blocks(session.owner)
@@ -319,8 +319,11 @@ class PullManager:
         if session.state is PullState.WAITING and session.complete:
             session.state = PullState.READY
             del self._sessions[session.attempt]
-            self._release(session.owner, session.attempt, session.transfer_id, success=True)
-            session.listener.on_ready(session, session.first_tokens or [])
+            try:
+                session.listener.on_ready(session, session.first_tokens or [])
+            finally:
+                # After it: the prompt waits, the owner does not.
+                self._release(session.owner, session.attempt, session.transfer_id, success=True)
         elif session.state is PullState.FAILED and session.drained and session in self._draining:
             self._draining.discard(session)
             session.listener.on_drained(session)

@@ -31,7 +31,7 @@ from twinpool.v1 import worker_pb2
 
 
 class ReadPort(Protocol):
-    """What pulls need of the transfer thread. Callbacks arrive on the reader's thread."""
+    """What pulls need of the transfer thread. Callbacks arrive on the reader's thread, maybe before ``pull`` returns."""
 
     def pull(
         self,
@@ -220,7 +220,7 @@ class PullSession:
             return None
         if outcome.fault is not None or outcome.generations is None:
             return HandoffFailure.of_read(outcome.fault or Fault.UNKNOWN, outcome.detail)
-        failure = check_generations(chunk.ticket.generations.tolist(), outcome.generations)
+        failure = check_generations(chunk.ticket.generations, outcome.generations)
         if failure is None and chunk.ticket.digests and self._digest is not None:
             failure = check_digests(chunk.ticket.digests, self._digest(chunk.local))
         if failure is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer thread: makes the agent, drives its pump, and is the only one that ever calls NIXL.
+"""The transfer thread: makes the agent and drives its pump. NIXL is called by this thread, and by no other meanwhile.
 
 It sleeps between polls: ``poll_seconds`` while a pull or an offer is outstanding (an owner that does not poll stalls
 its readers), ``idle_seconds`` otherwise, and a command wakes it at once. A read of few blocks takes tens of microseconds, so
@@ -49,14 +49,19 @@ class TransferThread:
         poll_seconds: float = POLL_SECONDS,
         idle_seconds: float = IDLE_SECONDS,
         max_post_bytes: int | None = None,
+        pull_here: bool = False,
         name: str = "transfer",
     ) -> None:
-        """``make_agent`` runs on the thread. Its errors come out of :meth:`start`."""
+        """``make_agent`` runs on the thread. Its errors come out of :meth:`start`.
+
+        ``pull_here``: a small pull is stepped once by the thread that asks for it, which is called back there instead of
+        through ``dispatch`` if that ends it: for a caller whose callbacks belong on the thread of its calls."""
         self._make_agent = make_agent
         self._dispatch = dispatch
         self._observer = observer
         self._delay = {Pace.NOW: 0.0, Pace.BUSY: poll_seconds, Pace.IDLE: idle_seconds}
         self._max_post_bytes = max_post_bytes
+        self._clock = time.monotonic if pull_here else None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # A bare lock as a binary semaphore: an Event's wait makes a new lock each time, at 6,000 waits a second.
         self._awake = threading.Lock()
@@ -170,6 +175,7 @@ class TransferThread:
                 observer=self._observer,
                 wake=self._wake,
                 max_post_bytes=self._max_post_bytes,
+                clock=self._clock,
             )
             self._descriptor = agent.descriptor
             # The pump holds the only reference that may remain: an agent ends with its last one.
@@ -187,7 +193,8 @@ class TransferThread:
             while not self._stopping:
                 delay = self._delay[pump.tick(time.monotonic())]
                 self.ticks += 1
-                eager = EAGER_SECONDS if pump.posts != posts else 2 * eager
+                # What was posted and is over needs no poll; one that comes now stands in the way of the next pull.
+                eager = EAGER_SECONDS if pump.posts != posts and pump.in_flight else 2 * eager
                 posts = pump.posts
                 delay = min(delay, eager)
                 if delay:

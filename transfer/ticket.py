@@ -66,41 +66,55 @@ def parse_ticket(
     message: handoff_pb2.Ticket, *, pool_blocks: int, shape: PromptShape
 ) -> Ticket | HandoffFailure:
     """Checks ``message`` against itself, the owner's pool of ``pool_blocks`` blocks and the prompt."""
-    problem = _problem(message, pool_blocks, shape)
+    # A message's lists and its lease are read once: each look into them costs microseconds, and a prompt waits.
+    lease_nanos = message.lease.seconds * 1_000_000_000 + message.lease.nanos
+    problem = _size_problem(message, shape)
+    blocks: list[int] = []
+    if problem is None:
+        blocks = list(message.blocks)
+        problem = _problem(message, blocks, lease_nanos, pool_blocks, shape)
     if problem is not None:
         return HandoffFailure.of(HandoffFault.BAD_TICKET, problem)
     return Ticket(
         transfer_id=message.transfer_id,
         attempt=AttemptKey.of(message.id),
         first_block=message.first_block,
-        blocks=np.array(message.blocks, dtype=np.int32),
-        generations=np.array(message.generations, dtype=np.uint64),
+        blocks=np.array(blocks, dtype=np.int32),
+        generations=np.array(list(message.generations), dtype=np.uint64),
         digests=tuple(message.digests),
         length_tokens=message.length_tokens,
-        lease_seconds=message.lease.ToNanoseconds() / 1e9,
+        lease_seconds=lease_nanos / 1e9,
     )
 
 
-def _problem(message: handoff_pb2.Ticket, pool_blocks: int, shape: PromptShape) -> str | None:
+def _size_problem(message: handoff_pb2.Ticket, shape: PromptShape) -> str | None:
+    """What can be said before anything that takes time with the number of blocks."""
     count = len(message.blocks)
     end = message.first_block + count
     if message.transfer_id == 0:
         return "transfer id 0"
-    # Before anything that takes time with the number of blocks.
     if end > shape.prompt_blocks:
         return f"blocks up to {end} for a prompt of {shape.prompt_blocks}"
     if len(message.generations) != count:
         return f"{len(message.generations)} generations for {count} blocks"
     if len(message.digests) not in (0, count):
         return f"{len(message.digests)} digests for {count} blocks"
-    if count and max(message.blocks) >= pool_blocks:
-        return f"block {max(message.blocks)} is outside the owner's pool of {pool_blocks}"
-    if len(set(message.blocks)) != count:
+    return None
+
+
+def _problem(
+    message: handoff_pb2.Ticket, blocks: list[int], lease_nanos: int, pool_blocks: int, shape: PromptShape
+) -> str | None:
+    count = len(blocks)
+    end = message.first_block + count
+    if count and max(blocks) >= pool_blocks:
+        return f"block {max(blocks)} is outside the owner's pool of {pool_blocks}"
+    if len(set(blocks)) != count:
         return "a block is named twice"
     if message.length_tokens != shape.tokens_at(end):
         return (
             f"{message.length_tokens} tokens up to block {end}, the prompt has {shape.tokens_at(end)} there"
         )
-    if not 0 < message.lease.ToNanoseconds() <= LEASE_SECONDS_MAX * 1_000_000_000:
+    if not 0 < lease_nanos <= LEASE_SECONDS_MAX * 1_000_000_000:
         return f"the lease is not positive, or longer than {LEASE_SECONDS_MAX} s"
     return None

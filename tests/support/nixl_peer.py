@@ -38,7 +38,14 @@ class Worker:
     """A pool and a transfer thread in this process. ``faults`` apply to its data reads, by their number."""
 
     def __init__(
-        self, key: WorkerKey, num_blocks: int, block_bytes: int, ucx_tls: str, poll_seconds: float = 150e-6
+        self,
+        key: WorkerKey,
+        num_blocks: int,
+        block_bytes: int,
+        ucx_tls: str,
+        poll_seconds: float = 150e-6,
+        *,
+        pull_here: bool = False,
     ) -> None:
         self.key = key
         self.ucx_tls = ucx_tls
@@ -55,7 +62,7 @@ class Worker:
             self._shims.append(shim)
             return shim
 
-        self.thread = TransferThread(make, poll_seconds=poll_seconds)
+        self.thread = TransferThread(make, poll_seconds=poll_seconds, pull_here=pull_here)
         self.descriptor = self.thread.start()
 
     @property

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from twinpool.v1 import worker_pb2 as twinpool_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinpool/v1/handoff.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18twinpool/v1/worker.proto\"]\n\x0cMemoryRegion\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x14\n\x0clength_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bmemory_type\x18\x03 \x01(\t\x12\x11\n\tdevice_id\x18\x04 \x01(\r\"\x9b\x02\n\x10WorkerDescriptor\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\'\n\x04pool\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.MemoryRegion\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12.\n\x0bgenerations\x18\x06 \x01(\x0b\x32\x19.twinpool.v1.MemoryRegion\x12\x12\n\nagent_name\x18\x07 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x08 \x01(\x0c\x12\x1d\n\x15\x61gent_metadata_sha256\x18\t \x01(\x0c\"e\n\x0e\x43onnectRequest\x12-\n\x06reader\x18\x01 \x01(\x0b\x32\x1d.twinpool.v1.WorkerDescriptor\x12$\n\x05owner\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"?\n\x0f\x43onnectResponse\x12,\n\x05owner\x18\x01 \x01(\x0b\x32\x1d.twinpool.v1.WorkerDescriptor\"\xf3\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12$\n\x05owner\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\"\n\x02id\x18\x03 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x13\n\x0bgenerations\x18\x06 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x15\n\rlength_tokens\x18\x08 \x01(\r\x12(\n\x05lease\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdf\x01\n\x0f\x45xchangeRequest\x12\'\n\x06reader\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerIdH\x00\x12%\n\x06\x65xpect\x18\x02 \x01(\x0b\x32\x13.twinpool.v1.ExpectH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.twinpool.v1.RenewH\x00\x12\'\n\x07release\x18\x04 \x01(\x0b\x32\x14.twinpool.v1.ReleaseH\x00\x12#\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x12.twinpool.v1.FetchH\x00\x42\t\n\x07message\",\n\x06\x45xpect\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\"V\n\x05\x46\x65tch\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\"\x1d\n\x05Renew\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\x06\"S\n\x07Release\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x0f\n\x07success\x18\x03 \x01(\x08\"\x83\x02\n\x10\x45xchangeResponse\x12*\n\x0b\x63hunk_ready\x18\x01 \x01(\x0b\x32\x13.twinpool.v1.TicketH\x00\x12\x30\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1c.twinpool.v1.PrefillCompleteH\x00\x12-\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x1b.twinpool.v1.TransferFailedH\x00\x12)\n\x08released\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.ReleasedH\x00\x12,\n\nlease_lost\x18\x05 \x01(\x0b\x32\x16.twinpool.v1.LeaseLostH\x00\x42\t\n\x07message\"z\n\x0fPrefillComplete\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.twinpool.v1.Ticket\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.twinpool.v1.FirstToken\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"p\n\x0eTransferFailed\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.FailureReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"R\n\x08Released\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\r\n\x05known\x18\x03 \x01(\x08\"!\n\tLeaseLost\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\x06\x32\xa3\x01\n\x0eHandoffService\x12\x44\n\x07\x43onnect\x12\x1b.twinpool.v1.ConnectRequest\x1a\x1c.twinpool.v1.ConnectResponse\x12K\n\x08\x45xchange\x12\x1c.twinpool.v1.ExchangeRequest\x1a\x1d.twinpool.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinpool/v1/handoff.proto\x12\x0btwinpool.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18twinpool/v1/worker.proto\"]\n\x0cMemoryRegion\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x14\n\x0clength_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bmemory_type\x18\x03 \x01(\t\x12\x11\n\tdevice_id\x18\x04 \x01(\r\"X\n\x07KvShard\x12\x0e\n\x06\x64\x65gree\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x12\n\nhead_bytes\x18\x04 \x03(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\"\xc0\x02\n\x10WorkerDescriptor\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\'\n\x04pool\x18\x03 \x01(\x0b\x32\x19.twinpool.v1.MemoryRegion\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12.\n\x0bgenerations\x18\x06 \x01(\x0b\x32\x19.twinpool.v1.MemoryRegion\x12\x12\n\nagent_name\x18\x07 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x08 \x01(\x0c\x12\x1d\n\x15\x61gent_metadata_sha256\x18\t \x01(\x0c\x12#\n\x05shard\x18\n \x01(\x0b\x32\x14.twinpool.v1.KvShard\"e\n\x0e\x43onnectRequest\x12-\n\x06reader\x18\x01 \x01(\x0b\x32\x1d.twinpool.v1.WorkerDescriptor\x12$\n\x05owner\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\"?\n\x0f\x43onnectResponse\x12,\n\x05owner\x18\x01 \x01(\x0b\x32\x1d.twinpool.v1.WorkerDescriptor\"\xf3\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12$\n\x05owner\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.WorkerId\x12\"\n\x02id\x18\x03 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x13\n\x0bgenerations\x18\x06 \x03(\x04\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x15\n\rlength_tokens\x18\x08 \x01(\r\x12(\n\x05lease\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdf\x01\n\x0f\x45xchangeRequest\x12\'\n\x06reader\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.WorkerIdH\x00\x12%\n\x06\x65xpect\x18\x02 \x01(\x0b\x32\x13.twinpool.v1.ExpectH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.twinpool.v1.RenewH\x00\x12\'\n\x07release\x18\x04 \x01(\x0b\x32\x14.twinpool.v1.ReleaseH\x00\x12#\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x12.twinpool.v1.FetchH\x00\x42\t\n\x07message\",\n\x06\x45xpect\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\"V\n\x05\x46\x65tch\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\"\x1d\n\x05Renew\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\x06\"S\n\x07Release\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x0f\n\x07success\x18\x03 \x01(\x08\"\x83\x02\n\x10\x45xchangeResponse\x12*\n\x0b\x63hunk_ready\x18\x01 \x01(\x0b\x32\x13.twinpool.v1.TicketH\x00\x12\x30\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1c.twinpool.v1.PrefillCompleteH\x00\x12-\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x1b.twinpool.v1.TransferFailedH\x00\x12)\n\x08released\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.ReleasedH\x00\x12,\n\nlease_lost\x18\x05 \x01(\x0b\x32\x16.twinpool.v1.LeaseLostH\x00\x42\t\n\x07message\"z\n\x0fPrefillComplete\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.twinpool.v1.Ticket\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.twinpool.v1.FirstToken\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"p\n\x0eTransferFailed\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.twinpool.v1.FailureReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"R\n\x08Released\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.twinpool.v1.AttemptId\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\r\n\x05known\x18\x03 \x01(\x08\"!\n\tLeaseLost\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\x06\x32\xa3\x01\n\x0eHandoffService\x12\x44\n\x07\x43onnect\x12\x1b.twinpool.v1.ConnectRequest\x1a\x1c.twinpool.v1.ConnectResponse\x12K\n\x08\x45xchange\x12\x1c.twinpool.v1.ExchangeRequest\x1a\x1d.twinpool.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,34 +35,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMORYREGION']._serialized_start=100
   _globals['_MEMORYREGION']._serialized_end=193
-  _globals['_WORKERDESCRIPTOR']._serialized_start=196
-  _globals['_WORKERDESCRIPTOR']._serialized_end=479
-  _globals['_CONNECTREQUEST']._serialized_start=481
-  _globals['_CONNECTREQUEST']._serialized_end=582
-  _globals['_CONNECTRESPONSE']._serialized_start=584
-  _globals['_CONNECTRESPONSE']._serialized_end=647
-  _globals['_TICKET']._serialized_start=650
-  _globals['_TICKET']._serialized_end=893
-  _globals['_EXCHANGEREQUEST']._serialized_start=896
-  _globals['_EXCHANGEREQUEST']._serialized_end=1119
-  _globals['_EXPECT']._serialized_start=1121
-  _globals['_EXPECT']._serialized_end=1165
-  _globals['_FETCH']._serialized_start=1167
-  _globals['_FETCH']._serialized_end=1253
-  _globals['_RENEW']._serialized_start=1255
-  _globals['_RENEW']._serialized_end=1284
-  _globals['_RELEASE']._serialized_start=1286
-  _globals['_RELEASE']._serialized_end=1369
-  _globals['_EXCHANGERESPONSE']._serialized_start=1372
-  _globals['_EXCHANGERESPONSE']._serialized_end=1631
-  _globals['_PREFILLCOMPLETE']._serialized_start=1633
-  _globals['_PREFILLCOMPLETE']._serialized_end=1755
-  _globals['_TRANSFERFAILED']._serialized_start=1757
-  _globals['_TRANSFERFAILED']._serialized_end=1869
-  _globals['_RELEASED']._serialized_start=1871
-  _globals['_RELEASED']._serialized_end=1953
-  _globals['_LEASELOST']._serialized_start=1955
-  _globals['_LEASELOST']._serialized_end=1988
-  _globals['_HANDOFFSERVICE']._serialized_start=1991
-  _globals['_HANDOFFSERVICE']._serialized_end=2154
+  _globals['_KVSHARD']._serialized_start=195
+  _globals['_KVSHARD']._serialized_end=283
+  _globals['_WORKERDESCRIPTOR']._serialized_start=286
+  _globals['_WORKERDESCRIPTOR']._serialized_end=606
+  _globals['_CONNECTREQUEST']._serialized_start=608
+  _globals['_CONNECTREQUEST']._serialized_end=709
+  _globals['_CONNECTRESPONSE']._serialized_start=711
+  _globals['_CONNECTRESPONSE']._serialized_end=774
+  _globals['_TICKET']._serialized_start=777
+  _globals['_TICKET']._serialized_end=1020
+  _globals['_EXCHANGEREQUEST']._serialized_start=1023
+  _globals['_EXCHANGEREQUEST']._serialized_end=1246
+  _globals['_EXPECT']._serialized_start=1248
+  _globals['_EXPECT']._serialized_end=1292
+  _globals['_FETCH']._serialized_start=1294
+  _globals['_FETCH']._serialized_end=1380
+  _globals['_RENEW']._serialized_start=1382
+  _globals['_RENEW']._serialized_end=1411
+  _globals['_RELEASE']._serialized_start=1413
+  _globals['_RELEASE']._serialized_end=1496
+  _globals['_EXCHANGERESPONSE']._serialized_start=1499
+  _globals['_EXCHANGERESPONSE']._serialized_end=1758
+  _globals['_PREFILLCOMPLETE']._serialized_start=1760
+  _globals['_PREFILLCOMPLETE']._serialized_end=1882
+  _globals['_TRANSFERFAILED']._serialized_start=1884
+  _globals['_TRANSFERFAILED']._serialized_end=1996
+  _globals['_RELEASED']._serialized_start=1998
+  _globals['_RELEASED']._serialized_end=2080
+  _globals['_LEASELOST']._serialized_start=2082
+  _globals['_LEASELOST']._serialized_end=2115
+  _globals['_HANDOFFSERVICE']._serialized_start=2118
+  _globals['_HANDOFFSERVICE']._serialized_end=2281
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,46 @@ class MemoryRegion(_message.Message):
 Global___MemoryRegion: _TypeAlias = MemoryRegion  # noqa: Y015
 
 @_typing.final
+class KvShard(_message.Message):
+    """Which part of every row of the KV cache a pool holds. Absent where a pool holds whole rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEGREE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_BYTES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    degree: _builtins.int
+    """Ranks of the worker."""
+    rank: _builtins.int
+    """Of this pool, below the degree."""
+    heads: _builtins.int
+    """KV heads of the model, which the ranks share out evenly; 0: every rank holds all of each row."""
+    rows: _builtins.int
+    """Rows of a block: its layers times its tokens."""
+    @_builtins.property
+    def head_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of one head in each part of a row, such as its values and its keys."""
+
+    def __init__(
+        self,
+        *,
+        degree: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        heads: _builtins.int = ...,
+        head_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degree", b"degree", "head_bytes", b"head_bytes", "heads", b"heads", "rank", b"rank", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvShard: _TypeAlias = KvShard  # noqa: Y015
+
+@_typing.final
 class WorkerDescriptor(_message.Message):
     """All that a peer needs to pull from a worker."""
 
@@ -69,6 +109,7 @@ class WorkerDescriptor(_message.Message):
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_SHA256_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Of model, layout and dtype; unequal ones never pair."""
     block_bytes: _builtins.int
@@ -93,6 +134,10 @@ class WorkerDescriptor(_message.Message):
     def generations(self) -> Global___MemoryRegion:
         """The generation table: one little-endian 64-bit counter a block."""
 
+    @_builtins.property
+    def shard(self) -> Global___KvShard:
+        """What of each row the pool holds."""
+
     def __init__(
         self,
         *,
@@ -105,10 +150,11 @@ class WorkerDescriptor(_message.Message):
         agent_name: _builtins.str = ...,
         agent_metadata: _builtins.bytes = ...,
         agent_metadata_sha256: _builtins.bytes = ...,
+        shard: Global___KvShard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations", "pool", b"pool", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations", "pool", b"pool", "shard", b"shard", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_metadata_sha256", b"agent_metadata_sha256", "agent_name", b"agent_name", "block_bytes", b"block_bytes", "fingerprint", b"fingerprint", "generations", b"generations", "num_blocks", b"num_blocks", "pool", b"pool", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_metadata_sha256", b"agent_metadata_sha256", "agent_name", b"agent_name", "block_bytes", b"block_bytes", "fingerprint", b"fingerprint", "generations", b"generations", "num_blocks", b"num_blocks", "pool", b"pool", "shard", b"shard", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 def descriptor_error(error: DescriptorError) -> TwinpoolError:
     """The row of the error table for a refused descriptor."""
-    if error.field == "fingerprint":
+    if error.field in ("fingerprint", "shard"):
         return TwinpoolError("FINGERPRINT_MISMATCH", error.detail)
     if error.field == "worker":
         return TwinpoolError("INCARNATION_MISMATCH", error.detail)

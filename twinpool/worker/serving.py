@@ -70,6 +70,7 @@ class Serving:
             observer=self._observer,
             poll_seconds=transfer.poll_microseconds / 1e6,
             idle_seconds=transfer.idle_poll_microseconds / 1e6,
+            pull_here=True,
             name="twinpool-transfer",
         )
         around = Surroundings(
