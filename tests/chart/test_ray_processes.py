@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import kuberay, netns_pods
-from tests.support.chart import Helm
+from tests.support.chart import Helm, merged
 from tests.support.netns_kubelet import START_SECONDS, begin, ready
 from tests.support.netns_pods import NAMESPACE, NetPod, NetWorld
 from tests.support.policies import End, Policies
@@ -29,14 +29,18 @@ VALUES = {
 }
 
 
+SECOND = {"models": {"other": {"tiny": {"family": "llama"}, "decode": {"replicas": 1}}}}
+"""Another model, with a pool of its own."""
+
+
 @pytest.fixture
-def world(helm: Helm, tmp_path: Path) -> Iterator[NetWorld]:
+def world(helm: Helm, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NetWorld]:
     for binary in ("etcd", "etcdctl", "ss"):
         if shutil.which(binary) is None:
             pytest.skip(f"no {binary}")
     if why := netns_pods.usable():
         pytest.skip(why)
-    docs = helm.docs(VALUES, "values-dev.yaml")
+    docs = helm.docs(merged(VALUES, getattr(request, "param", {})), "values-dev.yaml")
     (cluster,) = (doc for doc in docs if doc["kind"] == "RayCluster")
     with NetWorld([*docs, *kuberay.pods(cluster, NAMESPACE)], tmp_path) as running:
         yield running
@@ -53,15 +57,15 @@ async def up(world: NetWorld) -> None:
         await ready(world, pod)
 
 
-async def answers(endpoint: str) -> None:
+async def answers(endpoint: str, name: str = "tiny") -> None:
     async with Client(endpoint) as client:
 
         async def serves() -> bool:
-            return any(model.ready for model in await client.models())
+            return any(model.ready and model.name == name for model in await client.models())
 
         await until_told(serves, START_SECONDS)
         asked = request(
-            prompt="a prompt that is long enough for blocks", model="tiny", max_tokens=4, ignore_eos=True
+            prompt="a prompt that is long enough for blocks", model=name, max_tokens=4, ignore_eos=True
         )
         answer = await client.complete(asked)
         assert answer.finished.usage.completion_tokens == 4
@@ -123,26 +127,26 @@ async def test_the_controller_runs_the_pool_in_the_ray_cluster(world: NetWorld) 
     """It comes up by role, answers, and takes what operators of Kubernetes could not ask of StatefulSets."""
     await up(world)
     endpoint = f"{world.of('router').ip}:50051"
-    both = {"default-decode-0", "default-decode-1"}
-    found = await listed(world, "default-prefill-0", *both)
+    both = {"tiny-decode-0", "tiny-decode-1"}
+    found = await listed(world, "tiny-prefill-0", *both)
     assert {name: where(world, each).component for name, each in found.items()} == {
         name: name.split("-")[1] for name in found
     }
-    assert where(world, found["default-decode-0"]) is not where(world, found["default-decode-1"])
+    assert where(world, found["tiny-decode-0"]) is not where(world, found["tiny-decode-1"])
     await answers(endpoint)
     assert unknown_connections(world) == set()
     world.start(world.of("test"))
     assert await asyncio.to_thread(world.of("test").processes["test"].wait, START_SECONDS) == 0
 
-    await command(world, "scale", "default", "--decode", "1")
-    (left,) = both & (await listed(world, "default-prefill-0", *both & workers(world).keys())).keys()
+    await command(world, "scale", "tiny", "--decode", "1")
+    (left,) = both & (await listed(world, "tiny-prefill-0", *both & workers(world).keys())).keys()
     await answers(endpoint)
-    await command(world, "scale", "default", "--decode", "2")
-    await listed(world, "default-prefill-0", *both)
-    await command(world, "flip", "default-decode-1", "--to", "prefill")
-    found = await listed(world, "default-prefill-0", *both)
-    assert found["default-decode-1"]["role"] == "prefill"
-    assert where(world, found["default-decode-1"]).component == "decode"
+    await command(world, "scale", "tiny", "--decode", "2")
+    await listed(world, "tiny-prefill-0", *both)
+    await command(world, "flip", "tiny-decode-1", "--to", "prefill")
+    found = await listed(world, "tiny-prefill-0", *both)
+    assert found["tiny-decode-1"]["role"] == "prefill"
+    assert where(world, found["tiny-decode-1"]).component == "decode"
     await answers(endpoint)
     assert unknown_connections(world) == set()
     assert left in found
@@ -151,15 +155,15 @@ async def test_the_controller_runs_the_pool_in_the_ray_cluster(world: NetWorld) 
 async def test_a_pod_that_is_deleted_drains_and_the_next_one_takes_its_worker(world: NetWorld) -> None:
     await up(world)
     endpoint = f"{world.of('router').ip}:50051"
-    names = ("default-prefill-0", "default-decode-0", "default-decode-1")
+    names = ("tiny-prefill-0", "tiny-decode-0", "tiny-decode-1")
     found = await listed(world, *names)
-    pod = where(world, found["default-decode-0"])
+    pod = where(world, found["tiny-decode-0"])
     hook = pod.container()["lifecycle"]["preStop"]["exec"]["command"]
     await asyncio.to_thread(world.execute, pod, *hook)
     # It has left by itself when the hook returns: its lease is given back.
     now = await asyncio.to_thread(workers, world)
-    before = found["default-decode-0"]["incarnation"]
-    assert now.get("default-decode-0", {}).get("incarnation") != before
+    before = found["tiny-decode-0"]["incarnation"]
+    assert now.get("tiny-decode-0", {}).get("incarnation") != before
     assert "asked_to_leave_by_node" in world.log(pod)
     await answers(endpoint)
     await asyncio.to_thread(world.stop, pod)
@@ -167,8 +171,32 @@ async def test_a_pod_that_is_deleted_drains_and_the_next_one_takes_its_worker(wo
     # KubeRay makes another pod of the group in its place.
     await begin(world, pod)
     found = await listed(world, *names)
-    assert found["default-decode-0"]["incarnation"] != before
+    assert found["tiny-decode-0"]["incarnation"] != before
     await answers(endpoint)
+
+
+@pytest.mark.parametrize("world", [SECOND], indirect=True)
+async def test_the_controller_runs_the_pools_of_two_models(world: NetWorld) -> None:
+    """Each worker in a pod of its own pool, and a scale of one pool changes nothing of the other."""
+    await up(world)
+    endpoint = f"{world.of('router').ip}:50051"
+    other = ("other-prefill-0", "other-decode-0")
+    found = await listed(world, "tiny-prefill-0", "tiny-decode-0", "tiny-decode-1", *other)
+    for name, each in found.items():
+        labels = where(world, each).labels
+        assert name.startswith(f"{labels['twinpool.dev/pool']}-{labels[PART]}-")
+        assert each["model"] == labels["twinpool.dev/model"]
+    for model in ("tiny", "other"):
+        await answers(endpoint, model)
+    assert unknown_connections(world) == set()
+    await command(world, "scale", "tiny", "--decode", "1")
+    left = await asyncio.to_thread(workers, world)
+    assert len(left) == 4
+    assert {name: left[name]["incarnation"] for name in other} == {
+        name: found[name]["incarnation"] for name in other
+    }
+    for model in ("tiny", "other"):
+        await answers(endpoint, model)
 
 
 @pytest.mark.parametrize("token", ["", "not-the-token-of-this-cluster-0123456789"])

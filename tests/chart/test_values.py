@@ -22,7 +22,7 @@ EXTERNAL = {
     "externalEtcd.passwordSecret": "password",
     "externalEtcd.tlsSecret": "etcd-tls",
 }
-RAY: dict[str, Any] = {"ray.mode": "raycluster", "ray.auth.existingSecret": "token", "models.tiny": None}
+RAY: dict[str, Any] = {"ray.mode": "raycluster", "ray.auth.existingSecret": "token"}
 RAY_SCALES = RAY | {"prefill.autoscaling.enabled": True, "prefill.autoscaling.type": "ray"}
 CONTEXTS: dict[str, dict[str, Any]] = {
     "ray": RAY,

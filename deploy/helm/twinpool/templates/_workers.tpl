@@ -1,4 +1,4 @@
-{{/* The pods of a pool, the same in a StatefulSet and in a RayCluster. Takes root and a pool: key, component, model, v. */}}
+{{/* The pods of a pool, the same in a StatefulSet and in a RayCluster. Takes root and a pool: pool, component, key, model, own, v. */}}
 
 {{/* The devices of a worker, as JSON. */}}
 {{- define "twinpool.devices" -}}
