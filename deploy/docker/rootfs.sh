@@ -20,6 +20,9 @@ git ls-files -z --cached --others --exclude-standard | xargs -0 tar -c | tar -x 
 pip wheel --no-deps --no-build-isolation -w "$work/wheels" "$work/source"
 sh deploy/docker/venv.sh "$work"/wheels/twinpool-*.whl "$root/opt/twinpool" constraints.txt "$variant"
 
+"$root/opt/twinpool/bin/python" -B -m scripts.sbom --prefix "$root/opt/twinpool" --lock constraints.txt --kind container \
+  -o "$root/opt/twinpool/sbom.cdx.json"
+
 for binary in etcd etcdctl; do
   cp -L "$(command -v $binary)" "$root/usr/bin/$binary"
 done

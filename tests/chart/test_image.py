@@ -54,6 +54,13 @@ def test_the_set_is_pinned() -> None:
     assert '-c "$constraints"' in second
 
 
+def test_the_image_lists_what_is_in_it() -> None:
+    """After everything is in it; the venv's packages and Debian's."""
+    (line,) = (each for each in LAST_STAGE.split("\nRUN ") if "scripts.sbom" in each)
+    assert LAST_STAGE.index("apt-get install") < LAST_STAGE.index("COPY --from=packages") < LAST_STAGE.index(line)
+    assert {"--debian", "/", "--prefix", "/opt/twinpool"} <= set(line.split())
+
+
 @pytest.mark.parametrize(
     ("image", "shown"),
     [
