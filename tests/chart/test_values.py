@@ -58,6 +58,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, Any] = {
     "image.digest": "sha256:" + "1" * 64,
+    "image.cudaDigest": "sha256:" + "2" * 64,
     "config.transfer.ucx_tls": "tcp",
     "config.log.format": "console",
     "models": {"other": {"tiny": {"family": "llama"}}},

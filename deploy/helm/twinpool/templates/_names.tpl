@@ -26,6 +26,18 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Of a worker. Takes root and a pool: one with GPUs has the variant for CUDA. */}}
+{{- define "twinpool.workerImage" -}}
+{{- if gt (int64 .v.gpu.count) 0 -}}
+{{- $tag := .root.Values.image.tag | default .root.Chart.AppVersion -}}
+{{- with .root.Values.image -}}
+{{- if .cudaDigest -}}{{ printf "%s@%s" .repository .cudaDigest }}{{- else -}}{{ printf "%s:%s" .repository (.cudaTag | default (printf "%s-cuda" $tag)) }}{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- include "twinpool.image" .root -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "twinpool.etcdImage" -}}
 {{- with .Values.etcd.image -}}
 {{- if .repository -}}{{ printf "%s:%s" .repository (.tag | default "latest") }}{{- else -}}{{ include "twinpool.image" $ }}{{- end -}}
