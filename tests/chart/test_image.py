@@ -60,7 +60,11 @@ def test_the_set_is_pinned() -> None:
 def test_the_image_lists_what_is_in_it() -> None:
     """After everything is in it; the venv's packages and Debian's."""
     (line,) = (each for each in LAST_STAGE.split("\nRUN ") if "scripts.sbom" in each)
-    assert LAST_STAGE.index("apt-get install") < LAST_STAGE.index("COPY --from=packages") < LAST_STAGE.index(line)
+    assert (
+        LAST_STAGE.index("apt-get install")
+        < LAST_STAGE.index("COPY --from=packages")
+        < LAST_STAGE.index(line)
+    )
     assert {"--debian", "/", "--prefix", "/opt/twinpool"} <= set(line.split())
 
 
@@ -85,9 +89,7 @@ def test_the_image_lists_what_is_in_it() -> None:
         ),
     ],
 )
-def test_images_are_named_by_tag_or_digest(
-    helm: Helm, image: dict[str, str], shown: str, cuda: str
-) -> None:
+def test_images_are_named_by_tag_or_digest(helm: Helm, image: dict[str, str], shown: str, cuda: str) -> None:
     docs = helm.docs(merged(EVERYTHING, nested({"image": image})))
     found = {container["image"] for _, pod in workloads(docs) for container in containers(pod)}
     assert found == {shown, cuda}
@@ -116,7 +118,15 @@ def test_both_variants_are_of_the_same_set() -> None:
     own = {name for name in cuda if name not in cpu}
     assert own <= {"setuptools"} | {name for name in own if name.startswith(("nvidia-", "cuda-"))}
     assert {name: version for name, version in cuda.items() if cpu.get(name, version) != version} == {}
-    assert {"torch", "triton", "ray", "nixl-cu13", "nvidia-cublas", "nvidia-nccl-cu13", "grpcio"} <= cuda.keys()
+    assert {
+        "torch",
+        "triton",
+        "ray",
+        "nixl-cu13",
+        "nvidia-cublas",
+        "nvidia-nccl-cu13",
+        "grpcio",
+    } <= cuda.keys()
     assert "nixl-cu12" not in cuda
     # The SBOM is held against it, so it has to be whole.
     runtime = {each.name for each in needed("twinpool", EXTRAS)} - {"twinpool", "nixl-cu12"}
