@@ -196,6 +196,8 @@ def test_the_controller_joins_the_head_by_a_node_beside_it(everything: list[Doc]
     assert f"--address={address}" in node["args"]
     assert {"--num-cpus=0", "--num-gpus=0"} <= set(node["args"])
     pod = named(everything, "Deployment", "rel-twinpool-control")["spec"]["template"]
+    # Ray's driver finds its node by the process, not by the files alone.
+    assert pod["spec"]["shareProcessNamespace"]
     (control,) = pod["spec"]["containers"]
     for path in ("/tmp", "/dev/shm"):
         (one,) = (mount for mount in control["volumeMounts"] if mount["mountPath"] == path)

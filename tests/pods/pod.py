@@ -16,7 +16,7 @@ from tests.pods.probes import content
 from tests.support.manifests import Doc, Manifests
 from tests.support.netns import Host
 from tests.support.policies import End
-from tests.support.sandbox import Mount, Sandbox, image_environment
+from tests.support.sandbox import Mount, Processes, Sandbox, image_environment
 
 INIT_SECONDS: Final = 240.0
 _PERIOD: Final = 10
@@ -68,6 +68,8 @@ class Pod:
         self._asking: list[asyncio.Task[None]] = []
         self._life: asyncio.Task[None] | None = None
         self._volumes = self._make_volumes()
+        # What a pod's containers see of one another.
+        self._processes = Processes(place.host) if self.spec.get("shareProcessNamespace") else None
 
     @property
     def ip(self) -> str:
@@ -126,7 +128,9 @@ class Pod:
         directory = self.place.directory / container["name"]
         command = Manifests.command(container, env)
         user = self.spec.get("securityContext", {}).get("runAsUser", 0)
-        return Sandbox(self.place.host, directory, command, env, mounts, user, files)
+        return Sandbox(
+            self.place.host, directory, command, env, mounts, user, files, processes=self._processes
+        )
 
     # --- life
 
@@ -270,6 +274,8 @@ class Pod:
         for sandbox in self.sandboxes.values():
             with contextlib.suppress(ProcessLookupError):
                 sandbox.kill()
+        if self._processes is not None:
+            self._processes.close()
 
     def log(self) -> str:
         """The ends of what its containers have written."""

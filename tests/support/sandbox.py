@@ -49,6 +49,40 @@ class Mount:
     read_only: bool = False
 
 
+class Processes:
+    """A namespace of process ids for several containers of a pod, with a process that keeps it."""
+
+    def __init__(self, host: Host) -> None:
+        spaces = ("--pid", "--fork", "--kill-child=KILL")
+        inside = host.holder.inside("unshare", *spaces, "sleep", "infinity")
+        self._process = subprocess.Popen(bound(*inside), stdin=subprocess.DEVNULL)
+        self._pid = 0
+
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        self._pid = self._pid or _first_child(self._process, "sleep infinity")
+        return self._pid
+
+    def close(self) -> None:
+        """Ends all that runs in it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _first_child(process: subprocess.Popen[bytes], what: str) -> int:
+    """Of a process that makes one, its id. Raises TimeoutError if it does not come."""
+    deadline = time.monotonic() + _START_SECONDS
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while True:
+        found = children.read_text().split() if children.exists() else []
+        if found:
+            return int(found[0])
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise TimeoutError(f"{what} has not come up")
+        time.sleep(0.002)
+
+
 @dataclass
 class Sandbox:
     """A container. ``directory``: empty, for what it needs here; ``user``: its user and group."""
@@ -62,6 +96,8 @@ class Sandbox:
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts at paths that the root has: /etc/hosts and the like."""
     shared_memory: str = "64m"
+    processes: Processes | None = None
+    """Those that it sees, where they are not its own alone."""
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,8 +118,13 @@ class Sandbox:
         self._pid = 0
         script = self.directory / "start.sh"
         script.write_text(self._script())
-        spaces = ("--mount", "--pid", "--fork", "--kill-child=KILL")
-        inside = self.host.holder.inside("unshare", *spaces, "sh", "-eu", str(script), *self.command)
+        start = ("sh", "-eu", str(script), *self.command)
+        if self.processes is None:
+            spaces = ("--mount", "--pid", "--fork", "--kill-child=KILL")
+            inside = self.host.holder.inside("unshare", *spaces, *start)
+        else:
+            shared = f"--pid=/proc/{self.processes.pid}/ns/pid"
+            inside = self.host.holder.inside("nsenter", shared, "unshare", "--mount", *start)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 bound(*inside),
@@ -156,18 +197,10 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Of its first process, which it knows as 1. Raises TimeoutError if it does not come."""
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._pid:
+        """Of its first process. Raises TimeoutError if it does not come."""
+        if not self._pid:
             assert self._process is not None
-            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-            found = children.read_text().split() if children.exists() else []
-            if found:
-                self._pid = int(found[0])
-            elif self._process.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"{self.command} has not come up\n{self.tail()}")
-            else:
-                time.sleep(0.002)
+            self._pid = _first_child(self._process, f"{self.command}: {self.tail()}")
         return self._pid
 
     async def ended(self) -> int:
