@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twinpool.engine.config_values import read_json
+from twinpool.engine.config_values import read_json, unreadable
 from twinpool.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,13 +27,25 @@ class StoredTensor:
     dtype: str
 
 
+def share(path: Path) -> None:
+    """Gives a file of weights that was written here the mode of any new file: safetensors lets only its owner read it, and pods
+    of another user are to read it, too."""
+    probe = path.with_name(f".{path.name}.mode")
+    probe.touch()
+    path.chmod(probe.stat().st_mode & 0o777)
+    probe.unlink()
+
+
 class Checkpoint:
     """Reads one checkpoint directory: an index with shards, or a single file. Only headers are read up front."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises CheckpointError for a missing, truncated or corrupt file, or an index that disagrees with its shards."""
+        """Raises CheckpointError for a missing, truncated, corrupt or unreadable file, or an index that disagrees with its shards."""
         self.path = Path(path)
-        self.files = self._find_files()
+        try:
+            self.files = self._find_files()
+        except PermissionError as error:
+            raise unreadable(self.path, error) from error
         self.tensors: dict[str, StoredTensor] = {}
         for file, promised in self.files.items():
             self._read_header(file, promised)
@@ -88,8 +100,12 @@ class Checkpoint:
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
         try:
+            # The library says of a file that may not be read that there is none.
+            (self.path / file).open("rb").close()
             with safe_open(self.path / file, framework="pt") as handle:
                 yield handle
+        except PermissionError as error:
+            raise unreadable(self.path / file, error) from error
         except (SafetensorError, OSError) as error:
             size = (self.path / file).stat().st_size if (self.path / file).exists() else 0
             raise CheckpointError(

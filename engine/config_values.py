@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,20 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def unreadable(path: Path, error: PermissionError) -> CheckpointError:
+    """What to say of a file or directory that exists and that this process' user may not read."""
+    message = f"{path}: user {os.geteuid()} may not read it: {error}"
+    return CheckpointError(message, file=path.name, reason="CHECKPOINT_UNREADABLE")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a checkpoint's file. Raises CheckpointError naming the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist", file=path.name) from None
+    except PermissionError as error:
+        raise unreadable(path, error) from error
     # JSON may be nested deeper than Python follows.
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}", file=path.name) from error

@@ -17,6 +17,8 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     import transformers
 
+    from twinpool.engine.checkpoint import share
+
     source, name = str(gguf.parent), gguf.name
     _say("reading the tokenizer")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
@@ -30,6 +32,8 @@ def convert(gguf: Path, target: Path) -> None:
     )
     _say("writing the checkpoint")
     model.save_pretrained(str(target))
+    for path in target.glob("*.safetensors"):
+        share(path)
     tokenizer.save_pretrained(str(target))
     _tidy(target / "tokenizer_config.json", int(model.config.max_position_embeddings))
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from twinpool.engine.checkpoint import INDEX_FILE, SINGLE_FILE
+from twinpool.engine.checkpoint import INDEX_FILE, SINGLE_FILE, share
 from twinpool.engine.config import FAMILIES, Family, ModelConfig
 from twinpool.engine.float8_config import FLOAT8, KEY
 from twinpool.engine.kernels import REGISTRY, Capability, Kernels
@@ -227,7 +227,7 @@ def _write_weights(directory: Path, weights: dict[str, Tensor], shards: int) -> 
     for old in [*directory.glob("*.safetensors"), directory / INDEX_FILE]:
         old.unlink(missing_ok=True)
     if shards == 1:
-        save_file(weights, directory / SINGLE_FILE, metadata={"format": "pt"})
+        _save(weights, directory / SINGLE_FILE)
         return
     total = sum(tensor.nbytes for tensor in weights.values())
     parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
@@ -238,10 +238,15 @@ def _write_weights(directory: Path, weights: dict[str, Tensor], shards: int) -> 
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        save_file(part, directory / file, metadata={"format": "pt"})
+        _save(part, directory / file)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(directory / INDEX_FILE, index)
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    save_file(weights, path, metadata={"format": "pt"})
+    share(path)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -50,10 +50,14 @@ class Values:
         return found
 
     def pools(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """MODEL-ROLE and the block of values of each pool."""
+        """POOL-ROLE and the block of values of each role of a pool: a model's own pool, and those of its `pools`."""
         for key, model in self.get("models", {}).items():
-            for role in ROLES if model else ():
-                yield f"{key}-{role}", merged(self.get(role, {}), model.get(role) or {})
+            further = (model or {}).get("pools") or {}
+            blocks = {key: {}} | {f"{key}-{name}": own for name, own in further.items() if own is not None}
+            for pool, own in blocks.items() if model else ():
+                for role in ROLES:
+                    block = merged(self.get(role, {}), model.get(role) or {})
+                    yield f"{pool}-{role}", merged(block, own.get(role) or {})
 
     def devices(self) -> dict[str, list[tuple[str, int, int]]]:
         """By name of a resource of nodes: (pool, workers, devices a worker) of those that want some."""

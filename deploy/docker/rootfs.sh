@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 root=${1:?usage: rootfs.sh DIRECTORY [cpu|cuda]}
 variant=${2:-cpu}
+lock=constraints$([ "$variant" = cpu ] || echo "-$variant").txt
 [ ! -e "$root" ] || { echo "$root exists" >&2; exit 2; }
 mkdir -p "$root"/{opt,usr/bin,etc,tmp,var/lib/etcd}
 root=$(cd "$root" && pwd)
@@ -18,7 +19,10 @@ pip install -c constraints.txt scikit-build-core pybind11 ninja
 # From a copy: a build in the source tree would leave its files there, and take what lies about there.
 git ls-files -z --cached --others --exclude-standard | xargs -0 tar -c | tar -x -C "$work" --one-top-level=source
 pip wheel --no-deps --no-build-isolation -w "$work/wheels" "$work/source"
-sh deploy/docker/venv.sh "$work"/wheels/twinpool-*.whl "$root/opt/twinpool" constraints.txt "$variant"
+sh deploy/docker/venv.sh "$work"/wheels/twinpool-*.whl "$root/opt/twinpool" "$lock" "$variant"
+
+"$root/opt/twinpool/bin/python" -B -m scripts.sbom --prefix "$root/opt/twinpool" --lock "$lock" --kind container \
+  -o "$root/opt/twinpool/sbom.cdx.json"
 
 for binary in etcd etcdctl; do
   cp -L "$(command -v $binary)" "$root/usr/bin/$binary"

@@ -1,18 +1,20 @@
 #!/bin/sh
-# Makes the virtual environment of the image: venv.sh WHEEL PREFIX CONSTRAINTS VARIANT, where VARIANT is cpu or cuda.
+# Makes the virtual environment of the image: venv.sh WHEEL PREFIX CONSTRAINTS VARIANT, where VARIANT is cpu or cuda. CONSTRAINTS is
+# constraints.txt for the one and constraints-cuda.txt for the other.
 # TORCH_INDEX names the package index of torch, if the variant's own is not to be had.
 set -eu
 wheel=$1 prefix=$2 constraints=$3 variant=$4
 case $variant in
-  cpu) index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} ;;
-  cuda) index=${TORCH_INDEX-} ;; # the usual index has CUDA builds, which pin CUDA's packages themselves
+  cpu) index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} extra=worker ;;
+  cuda) index=${TORCH_INDEX-} extra=cuda ;; # the usual index has CUDA builds, which bring NVIDIA's libraries as wheels
   *) echo "unknown variant $variant: cpu or cuda" >&2; exit 2 ;;
 esac
 "${PYTHON:-python3}" -m venv "$prefix"
 pip() { "$prefix/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
-# torch first and pinned: as a dependency it would come from the usual index.
+# torch first and pinned: as a dependency it would come from the usual index. An index of torch has not all versions of what it needs: the
+# locked ones come with the rest.
 pip install --no-compile ${index:+--index-url "$index"} "$(grep -E '^torch==' "$constraints")"
-pip install --no-compile -c "$constraints" "$wheel[worker,fast,tracing]"
+pip install --no-compile -c "$constraints" "$wheel[$extra,fast,tracing]"
 "$prefix/bin/twinpool" version
 # What is in it, for whoever asks; nothing is installed into it any more.
 "$prefix/bin/python" -m pip --disable-pip-version-check list --format freeze | grep -v '^pip==' | sort >"$prefix/installed.txt"

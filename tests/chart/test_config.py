@@ -181,7 +181,7 @@ def test_a_changed_file_makes_for_new_pods(helm: Helm) -> None:
     before = sums({})
     assert sums({"monitoring": {"rules": {"queueRequests": 7}}}) == before
     after = sums({"config": {"log": {"level": "debug"}}})
-    assert len(before) == 6
+    assert len(before) == 8
     assert not [name for name in before if before[name] == after[name]]
     one = sums({"models": {"tiny": {"decode": {"config": {"log": {"level": "debug"}}}}}})
     assert [name for name in before if before[name] != one[name]] == ["rel-twinpool-tiny-decode"]
@@ -248,7 +248,10 @@ def test_a_gpu_sets_the_device(everything: list[Doc]) -> None:
         for doc, pod, container in served(everything)
         if container["args"][1] in ("prefill", "decode")
     }
-    assert {name for name, device in devices.items() if device == "cuda"} == {"rel-twinpool-chat-prefill"}
+    assert {name for name, device in devices.items() if device == "cuda"} == {
+        "rel-twinpool-chat-prefill",
+        "rel-twinpool-chat-long-prefill",
+    }
 
 
 def test_what_the_chart_sets_itself_exists(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ PORTS = (
     # Ray's, its dashboard and what else of it listens.
     GCS, *RAY_NODE, RAY_NODE[-1] + 1, RAY_CLIENT, 6382, 8080, 8265, 52365,
 )  # fmt: skip
+POOLS = ("tiny", "chat", "chat-long")
 READS = (WORKER, TRANSFER[0], TRANSFER[-1])
 
 STRANGER = End("stranger", "ns", {"app": "other"})
@@ -35,22 +36,22 @@ def pods(docs: list[Doc], release: str = "") -> list[End]:
     found = []
     for _, pod in workloads(docs):
         labels = pod["metadata"]["labels"]
-        model = labels.get("twinpool.dev/model")
-        name = "-".join(filter(None, (release, model, labels["app.kubernetes.io/component"])))
+        pool = labels.get("twinpool.dev/pool")
+        name = "-".join(filter(None, (release, pool, labels["app.kubernetes.io/component"])))
         found.append(End(name, "ns", labels))
     return found
 
 
 def design() -> set[tuple[str, str, int]]:
-    """The table of docs/architecture.md, for two models, in ports."""
-    workers = {model: (f"{model}-prefill", f"{model}-decode") for model in ("tiny", "chat")}
+    """The table of docs/architecture.md, for three pools of two models, in ports."""
+    workers = {pool: (f"{pool}-prefill", f"{pool}-decode") for pool in POOLS}
     every = [worker for pair in workers.values() for worker in pair]
     edges = {(end.name, "router", port) for end in OUTSIDE for port in (GRPC, HTTP)}
     # HandOver; and the pod of `helm test` is a client.
     edges |= {("router", "router", GRPC), ("test", "router", GRPC)}
     # Session, TakeOver, KV events.
     edges |= {("router", worker, port) for worker in every for port in (WORKER, EVENTS, REPLAY)}
-    # Exchange and NIXL, within a model and in both directions.
+    # Exchange and NIXL, within a pool and in both directions.
     edges |= {(one, two, port) for pair in workers.values() for one in pair for two in pair for port in READS}
     edges |= {("control", worker, WORKER) for worker in every} | {("control", "router", GRPC)}
     edges |= {(part, "etcd", CLIENT) for part in ("router", "control", *every)}
@@ -61,9 +62,9 @@ def design() -> set[tuple[str, str, int]]:
 
 
 def ray_design() -> set[tuple[str, str, int]]:
-    """The same for one model whose workers are Ray's: its head calls every node and is called, and so does the controller's node."""
-    workers = ("chat-prefill", "chat-decode")
-    edges = {edge for edge in design() if not any(end.startswith("tiny-") for end in edge[:2])}
+    """The same where workers are Ray's: its head calls every node and is called, and so does the controller's node."""
+    workers = [f"{pool}-{role}" for pool in POOLS for role in ("prefill", "decode")]
+    edges = design()
     edges |= {(part, "ray", port) for part in (*workers, "control") for port in (GCS, *RAY_NODE)}
     edges |= {("ray", part, port) for part in (*workers, "control") for port in RAY_NODE}
     edges |= {("control", worker, port) for worker in workers for port in RAY_NODE}
@@ -82,7 +83,7 @@ def test_what_the_design_has_is_allowed_and_nothing_else(everything: list[Doc]) 
 
 @pytest.fixture(scope="session")
 def ray(helm: Helm) -> list[Doc]:
-    return helm.docs(merged(EVERYTHING, {"ray": {"mode": "raycluster"}, "models": {"tiny": None}}))
+    return helm.docs(merged(EVERYTHING, {"ray": {"mode": "raycluster"}}))
 
 
 def test_what_ray_needs_is_allowed_in_its_cluster_and_nothing_else(ray: list[Doc]) -> None:
@@ -94,7 +95,7 @@ def test_rays_autoscaler_alone_reaches_the_api_of_kubernetes(helm: Helm) -> None
         {f"{role}.autoscaling": {"enabled": True, "type": "ray"} for role in ("prefill", "decode")}
     )
     here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}}}
-    values = merged(EVERYTHING, {"ray": {"mode": "raycluster"}, "models": {"tiny": None}}, scales)
+    values = merged(EVERYTHING, {"ray": {"mode": "raycluster"}}, scales)
     for peers, reached in (([], (FOREIGNER, WORLD)), ([here], (FOREIGNER,))):
         docs = helm.docs(merged(values, nested({"networkPolicy.kubernetes": peers})))
         policies = Policies(docs)

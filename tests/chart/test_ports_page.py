@@ -34,14 +34,14 @@ def written() -> set[tuple[str, str, int]]:
 
 def test_the_page_has_what_the_policies_have() -> None:
     """`design` is what the policies allow, as test_network.py holds."""
-    models = re.compile("^(tiny|chat)-")
+    pools = re.compile("^(tiny|chat|chat-long)-(?=prefill|decode)")
     outside = {"stranger", "foreigner", "dns", "world"}
     real = set()
     for source, target, port in design():
         # Anybody may be a client of routers; that Prometheus may be one, too, is nothing for the page.
         who = "client" if source in outside else source
         if (who, port) not in {("prometheus", 50051), ("prometheus", 8000)}:
-            real.add((models.sub("", who), models.sub("", target), port))
+            real.add((pools.sub("", who), pools.sub("", target), port))
     assert written() == real
 
 

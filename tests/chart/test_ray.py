@@ -33,15 +33,17 @@ from tests.chart.test_render import (
 )
 from tests.support import kuberay
 from tests.support.chart import EVERYTHING, ROOT, Doc, Helm, containers, merged, named, nested, workloads
+from twinpool.config import pool_config, pool_names
 from twinpool.control.cli.main import app
 from twinpool.control.ray_join import HEAD_AWAY_SECONDS
 
 pytestmark = pytest.mark.chart
 
-RAY = merged(EVERYTHING, nested({"ray.mode": "raycluster", "ray.auth.existingSecret": "token"}), {"models": {"tiny": None}})  # fmt: skip
-"""With every part, but for a second model."""
+RAY = merged(EVERYTHING, nested({"ray.mode": "raycluster", "ray.auth.existingSecret": "token"}))
+"""With every part."""
 SCALES = nested({f"{role}.autoscaling": {"enabled": True, "type": "ray"} for role in ("prefill", "decode")})
 ROLES = ("prefill", "decode")
+POOLS = ("chat", "chat-long", "tiny")
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +62,7 @@ def cluster_of(docs: list[Doc]) -> Doc:
 
 
 def pools_of(docs: list[Doc]) -> dict[str, Any]:
-    """What the controller is told of its pools."""
+    """The section of the controller about its pools."""
     text = named(docs, "ConfigMap", "rel-twinpool-control")["data"]["config.yaml"]
     pools: dict[str, Any] = yaml.safe_load(text)["pools"]
     return pools
@@ -133,9 +135,9 @@ def test_it_is_the_ray_of_the_image(everything: list[Doc]) -> None:
 def test_pods_are_those_of_the_stateful_sets(helm: Helm, everything: list[Doc]) -> None:
     """But for who starts what in them."""
     plain = helm.docs(merged(RAY, nested({"ray.mode": "statefulset"})))
-    for role in ROLES:
-        pod = named(plain, "StatefulSet", f"rel-twinpool-chat-{role}")["spec"]["template"]
-        other = group_of(everything, role)["template"]
+    for pool in (f"{pool}-{role}" for pool in POOLS for role in ROLES):
+        pod = named(plain, "StatefulSet", f"rel-twinpool-{pool}")["spec"]["template"]
+        other = group_of(everything, pool)["template"]
         assert other["metadata"] == pod["metadata"]
         (one,), (two,) = pod["spec"].pop("containers"), other["spec"]["containers"]
         probes = {"startupProbe", "livenessProbe", "readinessProbe"}
@@ -154,7 +156,7 @@ def test_a_worker_reads_on_its_node_what_it_would_in_a_stateful_set(
     everything: list[Doc], tmp_path: Path
 ) -> None:
     for role in ROLES:
-        pod = group_of(everything, role)["template"]
+        pod = group_of(everything, f"chat-{role}")["template"]
         config = config_of(everything, pod, pod["spec"]["containers"][0], tmp_path, f"{role}-pod")
         assert config.worker.host == config.metrics.host == "10.1.2.3"
         assert config.worker.device == ("cuda" if role == "prefill" else "cpu")
@@ -194,6 +196,8 @@ def test_the_controller_joins_the_head_by_a_node_beside_it(everything: list[Doc]
     assert f"--address={address}" in node["args"]
     assert {"--num-cpus=0", "--num-gpus=0"} <= set(node["args"])
     pod = named(everything, "Deployment", "rel-twinpool-control")["spec"]["template"]
+    # Ray's driver finds its node by the process, not by the files alone.
+    assert pod["spec"]["shareProcessNamespace"]
     (control,) = pod["spec"]["containers"]
     for path in ("/tmp", "/dev/shm"):
         (one,) = (mount for mount in control["volumeMounts"] if mount["mountPath"] == path)
@@ -206,13 +210,18 @@ def test_the_controller_joins_the_head_by_a_node_beside_it(everything: list[Doc]
 
 def test_a_worker_takes_what_one_pod_of_its_role_offers(everything: list[Doc], tmp_path: Path) -> None:
     pod = named(everything, "Deployment", "rel-twinpool-control")["spec"]["template"]
-    pools = config_of(everything, pod, pod["spec"]["containers"][0], tmp_path, "control").pools
-    for role in ROLES:
-        params = group_of(everything, role)["rayStartParams"]
+    config = config_of(everything, pod, pod["spec"]["containers"][0], tmp_path, "control")
+    assert pool_names(config) == list(POOLS)
+    seen: set[str] = set()
+    for pool, role in ((pool, role) for pool in POOLS for role in ROLES):
+        params = group_of(everything, f"{pool}-{role}")["rayStartParams"]
         offered = json.loads(params["resources"].strip("'")) | {"GPU": float(params["num-gpus"])}
-        needs = pools.resources(role)
+        needs = pool_config(config, pool).pools.resources(role)
         assert needs == {name: amount for name, amount in offered.items() if amount}
-        assert needs[f"twinpool-{role}"] == 1
+        assert needs[f"twinpool-{pool}-{role}"] == 1
+        # No other pool's pods would do: they have other options and another model.
+        assert seen.isdisjoint(needs.keys() - {"GPU"})
+        seen |= needs.keys() - {"GPU"}
     head = cluster_of(everything)["spec"]["headGroupSpec"]["rayStartParams"]
     assert (head["num-cpus"], head.get("resources")) == ("0", None)
     assert head["include-dashboard"] == "false"
@@ -221,14 +230,14 @@ def test_a_worker_takes_what_one_pod_of_its_role_offers(everything: list[Doc], t
 
 def test_pods_and_workers_are_as_many(helm: Helm) -> None:
     docs = helm.docs(merged(RAY, nested({"prefill.replicas": 3, "decode.replicas": 4})))
-    pools = pools_of(docs)
+    pools = pools_of(docs)["further"]["tiny"]
     for role, count in (("prefill", 3), ("decode", 4)):
-        group = group_of(docs, role)
+        group = group_of(docs, f"tiny-{role}")
         assert [group[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [count] * 3
         assert pools[f"{role}_workers"] == count
         # A flip needs no pod.
         assert pools[f"{role}_most"] == 7
-        (budget,) = (doc for doc in docs if doc["kind"] == "PodDisruptionBudget" and doc["metadata"]["name"].endswith(role))  # fmt: skip
+        budget = named(docs, "PodDisruptionBudget", f"rel-twinpool-tiny-{role}")
         assert budget["spec"]["minAvailable"] == count - 1
         assert "maxUnavailable" not in budget["spec"]
 
@@ -236,7 +245,7 @@ def test_pods_and_workers_are_as_many(helm: Helm) -> None:
 @pytest.mark.parametrize(("away", "stay"), [(0, 5), (2, 3), (9, 0), ("40%", 3), ("10%", 5)])
 def test_a_budget_says_how_many_stay(helm: Helm, away: int | str, stay: int) -> None:
     values = nested({"decode.replicas": 5, "decode.pdb.maxUnavailable": away})
-    budget = named(helm.docs(merged(RAY, values)), "PodDisruptionBudget", "rel-twinpool-chat-decode")
+    budget = named(helm.docs(merged(RAY, values)), "PodDisruptionBudget", "rel-twinpool-tiny-decode")
     assert budget["spec"]["minAvailable"] == stay
 
 
@@ -246,8 +255,8 @@ def test_rays_autoscaler_follows_the_controller_within_its_bounds(helm: Helm) ->
     spec = cluster_of(docs)["spec"]
     assert spec["enableInTreeAutoscaling"]
     assert spec["autoscalerOptions"]["idleTimeoutSeconds"] == 300
-    for role in ROLES:
-        group, pools = group_of(docs, role), pools_of(docs)
+    for pool, role in ((pool, role) for pool in POOLS for role in ROLES):
+        group, pools = group_of(docs, f"{pool}-{role}"), pools_of(docs)["further"][pool]
         assert (group["minReplicas"], group["maxReplicas"]) == (2, 5)
         # An upgrade does not undo what the autoscaler has made of it.
         assert "replicas" not in group
@@ -279,7 +288,6 @@ REBALANCE = nested({"control.config.rebalance.auto": True})
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (EVERYTHING | {"ray": {"mode": "raycluster"}}, "one model"),
         (merged(RAY, nested({"control.enabled": False})), "control.enabled"),
         (merged(RAY, nested({"prefill.autoscaling.enabled": True})), "set it to ray"),
         (merged(RAY, nested({"decode.autoscaling": {"enabled": True, "type": "keda"}})), "set it to ray"),

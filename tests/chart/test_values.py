@@ -22,7 +22,7 @@ EXTERNAL = {
     "externalEtcd.passwordSecret": "password",
     "externalEtcd.tlsSecret": "etcd-tls",
 }
-RAY: dict[str, Any] = {"ray.mode": "raycluster", "ray.auth.existingSecret": "token", "models.tiny": None}
+RAY: dict[str, Any] = {"ray.mode": "raycluster", "ray.auth.existingSecret": "token"}
 RAY_SCALES = RAY | {"prefill.autoscaling.enabled": True, "prefill.autoscaling.type": "ray"}
 CONTEXTS: dict[str, dict[str, Any]] = {
     "ray": RAY,
@@ -58,6 +58,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, Any] = {
     "image.digest": "sha256:" + "1" * 64,
+    "image.cudaDigest": "sha256:" + "2" * 64,
     "config.transfer.ucx_tls": "tcp",
     "config.log.format": "console",
     "models": {"other": {"tiny": {"family": "llama"}}},

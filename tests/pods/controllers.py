@@ -24,8 +24,10 @@ class Controllers:
     """Of the workloads of a release. ``fewest``: how many pods of each were there at the worst moment of the last change: of a
     Deployment those that were ready, of a StatefulSet those that had become ready and were not told to end."""
 
-    def __init__(self, release: Release) -> None:
+    def __init__(self, release: Release, restarts: int = 0) -> None:
+        """``restarts``: how often containers of a pod may end by themselves."""
         self.release = release
+        self._restarts = restarts
         self._number = 0
         self.fewest: dict[str, int] = {}
 
@@ -103,7 +105,7 @@ class Controllers:
         name, template = workload["metadata"]["name"], workload["spec"]["template"]
         self._number += 1
         ending = number if workload["kind"] == "StatefulSet" else f"{digest(template)}-{self._number:03}"
-        return await self.release.add(f"{name}-{ending}", template, workload)
+        return await self.release.add(f"{name}-{ending}", template, workload, restarts=self._restarts)
 
     # --- evictions
 

@@ -16,7 +16,7 @@ from tests.pods.probes import content
 from tests.support.manifests import Doc, Manifests
 from tests.support.netns import Host
 from tests.support.policies import End
-from tests.support.sandbox import Mount, Sandbox, image_environment
+from tests.support.sandbox import Mount, Processes, Sandbox, image_environment
 
 INIT_SECONDS: Final = 240.0
 _PERIOD: Final = 10
@@ -41,10 +41,17 @@ class Pod:
     """``ready``: what its probes say; ``was_ready``: whether they have ever said it; ``faults``: what a cluster would have to mend."""
 
     def __init__(
-        self, name: str, template: Doc, place: Place, manifests: Manifests, changed: Callable[[], object]
+        self,
+        name: str,
+        template: Doc,
+        place: Place,
+        manifests: Manifests,
+        changed: Callable[[], object],
+        restarts: int = 0,
     ) -> None:
-        """``changed``: called when it becomes ready, or is no longer."""
+        """``changed``: called when it becomes ready, or is no longer; ``restarts``: how often a container may end by itself."""
         self.name = name
+        self._restarts = restarts
         self.place = place
         self.labels: dict[str, str] = template["metadata"]["labels"]
         self.spec: Doc = template["spec"]
@@ -61,6 +68,8 @@ class Pod:
         self._asking: list[asyncio.Task[None]] = []
         self._life: asyncio.Task[None] | None = None
         self._volumes = self._make_volumes()
+        # What a pod's containers see of one another.
+        self._processes = Processes(place.host) if self.spec.get("shareProcessNamespace") else None
 
     @property
     def ip(self) -> str:
@@ -119,7 +128,9 @@ class Pod:
         directory = self.place.directory / container["name"]
         command = Manifests.command(container, env)
         user = self.spec.get("securityContext", {}).get("runAsUser", 0)
-        return Sandbox(self.place.host, directory, command, env, mounts, user, files)
+        return Sandbox(
+            self.place.host, directory, command, env, mounts, user, files, processes=self._processes
+        )
 
     # --- life
 
@@ -129,14 +140,23 @@ class Pod:
 
     async def _run(self) -> None:
         for container in self.spec.get("initContainers", []):
-            await self.run_once(container)
+            if container.get("restartPolicy") == "Always":
+                # It stays beside the others, which wait until it has started.
+                await self._started(container, self._keep(container))
+            else:
+                await self.run_once(container)
         for container in self.spec["containers"]:
-            sandbox = self.sandboxes[container["name"]] = self.sandbox(container)
-            sandbox.start()
-            self._content[container["name"]] = "readinessProbe" not in container
-            self._watch(self._ask(container, sandbox))
-            self._watch(self._mind(container["name"], sandbox))
+            self._keep(container)
         self._judge()
+
+    def _keep(self, container: Doc) -> Sandbox:
+        """Starts a container that is to run as long as the pod does."""
+        sandbox = self.sandboxes[container["name"]] = self.sandbox(container)
+        sandbox.start()
+        self._content[container["name"]] = "readinessProbe" not in container
+        self._watch(self._ask(container, sandbox))
+        self._watch(self._mind(container["name"], sandbox))
+        return sandbox
 
     async def run_once(self, container: Doc) -> None:
         """Runs a container to its end, which has to be a good one."""
@@ -151,21 +171,30 @@ class Pod:
         self._asking.append(asyncio.ensure_future(work))
 
     async def _mind(self, name: str, sandbox: Sandbox) -> None:
-        """A container that ends by itself would be started again; here nothing is to end by itself."""
-        code = await sandbox.ended()
-        if not self.terminating:
-            self.faults.append(f"{self.name} {name} ended by itself with {code}\n{sandbox.tail()}")
+        """A container that ends by itself is started again, where that is to be expected."""
+        while True:
+            code = await sandbox.ended()
+            if self.terminating:
+                return
+            if not self._restarts:
+                self.faults.append(f"{self.name} {name} ended by itself with {code}\n{sandbox.tail()}")
+                return
+            self._restarts -= 1
+            sandbox.start()
+
+    async def _started(self, container: Doc, sandbox: Sandbox) -> None:
+        """Asks the startup probe until it is content."""
+        startup = container.get("startupProbe")
+        tries = 0
+        while startup is not None and not await content(startup, self.ip, container, sandbox):
+            tries += 1
+            if tries == startup.get("failureThreshold", _THRESHOLD):
+                self.faults.append(f"{self.name} does not start\n{sandbox.tail()}")
+            await asyncio.sleep(startup.get("periodSeconds", _PERIOD))
 
     async def _ask(self, container: Doc, sandbox: Sandbox) -> None:
         """Asks the startup probe until it is content, then the others, for ever."""
-        startup = container.get("startupProbe")
-        if startup is not None:
-            tries = 0
-            while not await content(startup, self.ip, container, sandbox):
-                tries += 1
-                if tries == startup.get("failureThreshold", _THRESHOLD):
-                    self.faults.append(f"{self.name} does not start\n{sandbox.tail()}")
-                await asyncio.sleep(startup.get("periodSeconds", _PERIOD))
+        await self._started(container, sandbox)
         both = [self._ask_on(container, sandbox, kind) for kind in ("livenessProbe", "readinessProbe")]
         await asyncio.gather(*both)
 
@@ -210,11 +239,33 @@ class Pod:
         sandbox = running.get(container["name"])
         if sandbox is None:
             return
-        hook = container.get("lifecycle", {}).get("preStop", {})
-        if hook:
-            await asyncio.sleep(hook["sleep"]["seconds"])
+        await self.hook(container)
         sandbox.signal(signal.SIGTERM)
         self.codes[container["name"]] = await sandbox.ended()
+
+    async def hook(self, container: Doc) -> None:
+        """What is to be done before a container is told to end."""
+        hook = container.get("lifecycle", {}).get("preStop", {})
+        if "sleep" in hook:
+            await asyncio.sleep(hook["sleep"]["seconds"])
+        elif "exec" in hook:
+            grace = float(self.spec["terminationGracePeriodSeconds"])
+            code, said = await self.sandboxes[container["name"]].execute(
+                *hook["exec"]["command"], seconds=grace
+            )
+            if code:
+                self.faults.append(f"{self.name}: preStop ended with {code}\n{said[-2000:]}")
+
+    async def execute(self, *command: str, container: str = "", seconds: float = 240.0) -> str:
+        """Runs a command in a container (the first one) to a good end; what it prints."""
+        name = container or self.spec["containers"][0]["name"]
+        code, said = await self.sandboxes[name].execute(*command, seconds=seconds)
+        assert code == 0, f"{self.name}: {command}: {code}\n{said[-3000:]}"
+        return said
+
+    def volume(self, name: str) -> Path:
+        """The directory of a volume."""
+        return self._volumes[name]
 
     def close(self) -> None:
         """Ends what is left of it at once."""
@@ -223,6 +274,8 @@ class Pod:
         for sandbox in self.sandboxes.values():
             with contextlib.suppress(ProcessLookupError):
                 sandbox.kill()
+        if self._processes is not None:
+            self._processes.close()
 
     def log(self) -> str:
         """The ends of what its containers have written."""

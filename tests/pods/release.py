@@ -26,6 +26,8 @@ DOMAIN: Final = "cluster.local"
 LATE_SECONDS: Final = 1.5
 """After which kube-proxy and DNS hear of a change: less than a router's preStop gives them."""
 READY_SECONDS: Final = 600.0
+UP_SECONDS: Final = 400.0
+"""For what a release comes to once its pods are ready."""
 
 
 class Release:
@@ -98,8 +100,10 @@ class Release:
         self._clients[host.ip] = (host, End(name, namespace, labels))
         return host
 
-    async def add(self, name: str, template: Doc, workload: Doc, *, begin: bool = True) -> Pod:
-        """Makes a pod and lets it start, unless somebody else begins that."""
+    async def add(
+        self, name: str, template: Doc, workload: Doc, *, begin: bool = True, restarts: int = 0
+    ) -> Pod:
+        """Makes a pod and lets it start, unless somebody else begins that. ``restarts``: see ``Pod``."""
         self._number += 1
         subdomain = workload["spec"].get("serviceName", "")
         claims = {
@@ -115,7 +119,7 @@ class Release:
             claims,
             full,
         )
-        pod = self.pods[name] = Pod(name, template, place, self.manifests, self.changed)
+        pod = self.pods[name] = Pod(name, template, place, self.manifests, self.changed, restarts)
         # The network is there before a container is; who resolves names hears of it later.
         await self.sync()
         self.changed()
@@ -133,9 +137,13 @@ class Release:
         finally:
             await self.remove(pod)
 
-    async def remove(self, pod: Pod) -> None:
-        """Ends a pod, in order."""
-        await pod.terminate()
+    async def remove(self, pod: Pod, *, at_once: bool = False) -> None:
+        """Ends a pod, in order or at once."""
+        if at_once:
+            pod.terminating = True
+            pod.close()
+        else:
+            await pod.terminate()
         # Not while somebody gives its host rules.
         async with self._syncing:
             for each in self.pods.values():
@@ -179,6 +187,25 @@ class Release:
         there |= {ip: end.name for ip, (_, end) in self._clients.items()}
         found = denied(pod.place.host)
         self.refused |= {(pod.name, side, there[ip], port) for side, ip, port in found if ip in there}
+
+    def connections(self) -> set[tuple[str, str, int]]:
+        """(component, component, port) of every connection between pods that is open now; who listens comes second."""
+        address = {pod.ip: pod for pod in self.pods.values()}
+        listening: set[tuple[str, int]] = set()
+        found: list[tuple[Pod, str, int]] = []
+        for pod in self.pods.values():
+            for line in pod.place.host.sh("ss -Htna").splitlines():
+                state, _, _, own, peer = line.split()[:5]
+                if state == "LISTEN":
+                    listening.add((pod.ip, int(own.rpartition(":")[2])))
+                elif state == "ESTAB":
+                    host, _, port = peer.rpartition(":")
+                    found.append((pod, host.strip("[]").removeprefix("::ffff:"), int(port)))
+        return {
+            (pod.component, address[host].component, port)
+            for pod, host, port in found
+            if (host, port) in listening and host != pod.ip
+        }
 
     # --- Services and policies
 

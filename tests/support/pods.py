@@ -33,13 +33,16 @@ ADDRESSES: Final = tuple(f"127.{1 + (_NUMBER >> 8) % 254}.{_NUMBER % 256}.{last}
 
 
 @dataclass
-class PodBase:
-    """A pod, and the processes of its containers by name."""
+class Pod:
+    """A pod on a loopback address, and the processes of its containers by name. ``doc``: its workload; ``mounts``: directories by the
+    paths in its containers."""
 
     name: str
     ip: str
     labels: Mapping[str, str]
     spec: Doc
+    doc: Doc
+    mounts: dict[str, Path]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
 
     @property
@@ -51,14 +54,6 @@ class PodBase:
         """A container; the first one if it is not named."""
         found: list[Doc] = [*self.spec.get("initContainers", []), *self.spec["containers"]]
         return next(one for one in found if one["name"] == name) if name else self.spec["containers"][0]
-
-
-@dataclass
-class Pod(PodBase):
-    """One on a loopback address. ``doc``: its workload; ``mounts``: directories by the paths in its containers."""
-
-    doc: Doc
-    mounts: dict[str, Path]
 
 
 class World:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Containers without a container engine: a process with a root file system, mounts and process ids of its own, on a host of netns.py.
 
-Its root lies over this machine's own (and over ``TWINPOOL_ROOTFS``, if deploy/docker/rootfs.sh has made one), and is read-only.
-Mounts are seen by it alone, and end with it.
+Its root lies over this machine's own (and over ``TWINPOOL_ROOTFS``, if deploy/docker/rootfs.sh has made one), and is read-only. With
+``TWINPOOL_IMAGE_ROOT`` it lies over that directory alone: the root file system of an image. Mounts are seen by it alone, and end with it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ from tests.support.netns import Host, bound
 from tests.support.pods import BINARIES
 
 _ROOTFS: Final = os.environ.get("TWINPOOL_ROOTFS", "")
+IMAGE: Final = os.environ.get("TWINPOOL_IMAGE_ROOT", "")
+"""The root file system of an image that containers have; empty: they have this machine's."""
+_SYSTEM_PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _START_SECONDS: Final = 30.0
 
 
 def image_environment() -> dict[str, str]:
     """What the Dockerfile sets, with the PATH of the installation that is used here."""
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text().rpartition("\nFROM ")[2]
-    (line,) = re.findall(r"^ENV (.+)$", text, re.MULTILINE)
-    given = dict(word.split("=", 1) for word in str(line).split())
-    return given | {"PATH": f"{BINARIES}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"}
+    lines = re.findall(r"^ENV (.+)$", text, re.MULTILINE)
+    given = dict(word.split("=", 1) for line in lines for word in str(line).split())
+    own = given["PATH"].removesuffix(":$PATH") if IMAGE else BINARIES
+    return given | {"PATH": f"{own}:{_SYSTEM_PATH}"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,40 @@ class Mount:
     source: Path
     path: str
     read_only: bool = False
+
+
+class Processes:
+    """A namespace of process ids for several containers of a pod, with a process that keeps it."""
+
+    def __init__(self, host: Host) -> None:
+        spaces = ("--pid", "--fork", "--kill-child=KILL")
+        inside = host.holder.inside("unshare", *spaces, "sleep", "infinity")
+        self._process = subprocess.Popen(bound(*inside), stdin=subprocess.DEVNULL)
+        self._pid = 0
+
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        self._pid = self._pid or _first_child(self._process, "sleep infinity")
+        return self._pid
+
+    def close(self) -> None:
+        """Ends all that runs in it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _first_child(process: subprocess.Popen[bytes], what: str) -> int:
+    """Of a process that makes one, its id. Raises TimeoutError if it does not come."""
+    deadline = time.monotonic() + _START_SECONDS
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while True:
+        found = children.read_text().split() if children.exists() else []
+        if found:
+            return int(found[0])
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise TimeoutError(f"{what} has not come up")
+        time.sleep(0.002)
 
 
 @dataclass
@@ -58,6 +96,8 @@ class Sandbox:
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts at paths that the root has: /etc/hosts and the like."""
     shared_memory: str = "64m"
+    processes: Processes | None = None
+    """Those that it sees, where they are not its own alone."""
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,10 +115,16 @@ class Sandbox:
     def start(self) -> None:
         """Starts it. To be called on the main thread, see ``bound``."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._pid = 0
         script = self.directory / "start.sh"
         script.write_text(self._script())
-        spaces = ("--mount", "--pid", "--fork", "--kill-child=KILL")
-        inside = self.host.holder.inside("unshare", *spaces, "sh", "-eu", str(script), *self.command)
+        start = ("sh", "-eu", str(script), *self.command)
+        if self.processes is None:
+            spaces = ("--mount", "--pid", "--fork", "--kill-child=KILL")
+            inside = self.host.holder.inside("unshare", *spaces, *start)
+        else:
+            shared = f"--pid=/proc/{self.processes.pid}/ns/pid"
+            inside = self.host.holder.inside("nsenter", shared, "unshare", "--mount", *start)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 bound(*inside),
@@ -94,7 +140,7 @@ class Sandbox:
         base = self.directory / "base"
         base.mkdir(exist_ok=True)
         root = f"{base}/root"
-        lower = ":".join(filter(None, (_ROOTFS, "/")))
+        lower = IMAGE or ":".join(filter(None, (_ROOTFS, "/")))
         lines = [
             "umask 022",
             "mount --make-rprivate /",
@@ -113,20 +159,23 @@ class Sandbox:
         for number, (path, text) in enumerate(self.files.items()):
             file = self.directory / f"file-{number}"
             file.write_text(text)
-            lines += [f"mount --bind {file} {root}{path}"]
+            lines += [f": >> {root}{path}; mount --bind {file} {root}{path}"]
         lines += [self._bind(root, mount) for mount in sorted(self.mounts, key=lambda one: len(one.path))]
-        # The sources and the installation that runs the tests, where volumes hide them.
-        for kept in dict.fromkeys((str(ROOT), str(Path(sys.prefix)))):
-            lines += [self._bind(root, Mount(Path(kept), kept, read_only=True))]
-        # Where the interpreter lies in the home of whoever runs the tests.
-        places = [str(place) for place in Path(sys.executable).resolve().parents if str(place) != "/"]
-        lines += [f"chmod o+x {' '.join(f'{root}{place}' for place in places)}"]
+        lines += [] if IMAGE else self._ours(root)
         lines += [f"mount -o remount,ro {root}"]
         drop = "--no-new-privs --bounding-set=-all --inh-caps=-all" if self.user else ""
         identity = f"--reuid {self.user} --regid {self.user} --clear-groups {drop}"
         become = 'cd /tmp; exec "$@"'
         lines += [f"exec chroot {root} setpriv {identity} --pdeathsig KILL sh -c '{become}' sh \"$@\""]
         return "\n".join(lines) + "\n"
+
+    def _ours(self, root: str) -> list[str]:
+        """What runs without an image: the sources and the installation that runs the tests, where volumes hide them."""
+        kept = dict.fromkeys((str(ROOT), str(Path(sys.prefix))))
+        lines = [self._bind(root, Mount(Path(each), each, read_only=True)) for each in kept]
+        # Where the interpreter lies in the home of whoever runs the tests.
+        places = [str(place) for place in Path(sys.executable).resolve().parents if str(place) != "/"]
+        return [*lines, f"chmod o+x {' '.join(f'{root}{place}' for place in places)}"]
 
     @staticmethod
     def _bind(root: str, mount: Mount) -> str:
@@ -148,18 +197,10 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Of its first process, which it knows as 1. Raises TimeoutError if it does not come."""
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._pid:
+        """Of its first process. Raises TimeoutError if it does not come."""
+        if not self._pid:
             assert self._process is not None
-            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-            found = children.read_text().split() if children.exists() else []
-            if found:
-                self._pid = int(found[0])
-            elif self._process.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"{self.command} has not come up\n{self.tail()}")
-            else:
-                time.sleep(0.002)
+            self._pid = _first_child(self._process, f"{self.command}: {self.tail()}")
         return self._pid
 
     async def ended(self) -> int:
@@ -184,7 +225,7 @@ class Sandbox:
     def into(self, *command: str) -> list[str]:
         """A command that runs in it, as its user."""
         identity = ["--reuid", str(self.user), "--regid", str(self.user), "--clear-groups"]
-        spaces = ("--mount", "--pid", "--net", "--uts", "--ipc", "--root")
+        spaces = ("--mount", "--pid", "--net", "--uts", "--ipc", "--root", "--wdns=/")
         here = ("sh", "-c", 'cd /tmp; exec "$@"', "sh")
         return ["nsenter", f"--target={self.pid}", *spaces, "setpriv", *identity, *here, *command]
 

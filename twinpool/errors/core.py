@@ -95,13 +95,14 @@ class ConfigError(TwinpoolError):
 
 
 class CheckpointError(TwinpoolError):
-    """A checkpoint that cannot be loaded. Names the file, and the tensor where one is at fault."""
+    """A checkpoint that cannot be loaded. Names the file, and the tensor where one is at fault. ``reason``: CHECKPOINT_INVALID or
+    CHECKPOINT_UNREADABLE."""
 
-    def __init__(self, message: str, *, file: str = "", tensor: str = "") -> None:
+    def __init__(
+        self, message: str, *, file: str = "", tensor: str = "", reason: str = "CHECKPOINT_INVALID"
+    ) -> None:
         facts = {"file": file, "tensor": tensor}
-        super().__init__(
-            "CHECKPOINT_INVALID", message, metadata={key: value for key, value in facts.items() if value}
-        )
+        super().__init__(reason, message, metadata={key: value for key, value in facts.items() if value})
 
 
 def as_twinpool_error(error: BaseException) -> TwinpoolError:

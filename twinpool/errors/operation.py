@@ -135,6 +135,13 @@ OPERATION: Final = (
         "Fetch the file that the message names again, or point model.path at a complete checkpoint.",
     ),
     ErrorSpec(
+        "CHECKPOINT_UNREADABLE",
+        C.FAILED_PRECONDITION,
+        False,
+        "the user of the process may not read a file of the checkpoint",
+        "Let the user that the message names read the file (chmod a+r; directories also a+x), or run the process as its owner.",
+    ),
+    ErrorSpec(
         "STORE_UNAVAILABLE",
         C.UNAVAILABLE,
         True,

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint loads whole, or the error names file, tensor, expected and found."""
 
+import contextlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -264,3 +267,55 @@ def test_a_config_nested_deeper_than_python_follows(tmp_path: Path) -> None:
     (path / "config.json").write_text('{"a":' + "[" * 200_000)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_model(path)
+
+
+@contextlib.contextmanager
+def somebody() -> Iterator[int]:
+    """A user who is not root and owns nothing."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield os.geteuid()
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """One that everybody may enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_weights_may_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        for shards in (1, 2):
+            path = write_tiny(tmp_path / str(shards), "llama", layers=1, shards=shards)
+            files = list(path.iterdir())
+            assert {file.name: oct(file.stat().st_mode & 0o777) for file in files} == {
+                file.name: oct(mode) for file in files
+            }
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("file", [SINGLE_FILE, INDEX_FILE, "config.json", "."])
+def test_a_file_that_may_not_be_read_is_not_called_corrupt(open_directory: Path, file: str) -> None:
+    path = write_tiny(open_directory / "model", "llama", layers=1, shards=2 if file == INDEX_FILE else 1)
+    (path / file).chmod(0 if os.geteuid() else 0o600)
+    with somebody() as user, pytest.raises(CheckpointError, match=f"user {user} may not read it") as caught:
+        load_model(path)
+    assert caught.value.reason == "CHECKPOINT_UNREADABLE"
+    assert file == "." or caught.value.metadata["file"] == file
+    (path / file).chmod(0o755)
+
+
+def test_what_is_not_there_is_not_called_unreadable(open_directory: Path) -> None:
+    with somebody(), pytest.raises(CheckpointError) as caught:
+        Checkpoint(open_directory / "model")
+    assert caught.value.reason == "CHECKPOINT_INVALID"

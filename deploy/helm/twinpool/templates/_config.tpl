@@ -14,20 +14,6 @@
 {{- toJson $base -}}
 {{- end -}}
 
-{{/* The pools of the models, as JSON: a list of {key, component, model, v}. */}}
-{{- define "twinpool.pools" -}}
-{{- $pools := list -}}
-{{- range $key, $model := .Values.models -}}
-{{- if $model -}}
-{{- range $component := list "prefill" "decode" -}}
-{{- $v := include "twinpool.merge" (list (get $.Values $component) (get $model $component | default dict)) | fromJson -}}
-{{- $pools = append $pools (dict "key" $key "component" $component "model" $model "v" $v) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- dict "pools" $pools | toJson -}}
-{{- end -}}
-
 {{- define "twinpool.modelPath" -}}
 {{- .model.path | default (printf "/models/%s" .key) -}}
 {{- end -}}
@@ -102,9 +88,17 @@ tls:
   role_domain: {{ include "twinpool.roleDomain" .root }}
 {{- end }}
 {{- if eq .component "router" }}
+{{- with include "twinpool.furtherPools" (dict "root" .root) | fromYaml }}
+pools:
+  further:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
 metrics: {enabled: true, port: {{ int64 $v.ports.metrics }}}
 router:
   port: {{ int64 $v.ports.routerGrpc }}
+  {{- with include "twinpool.poolNames" .root | fromJsonArray }}
+  pools: {{ toJson . }}
+  {{- end }}
   http_port: {{ $v.router.http.enabled | ternary (int64 $v.ports.routerHttp) -1 }}
   {{- if or $v.tenants.existingSecret $v.tenants.file }}
   tenants_file: /etc/twinpool/tenants/tenants.yaml
@@ -115,18 +109,29 @@ router:
 {{- else if eq .component "control" }}
 metrics: {enabled: true, port: {{ int64 $v.ports.metrics }}}
 control: {port: {{ int64 $v.ports.control }}}
+{{- with include "twinpool.drainSeconds" .root }}
+# The longest of all workers'.
+worker: {drain_timeout_seconds: {{ . }}}
+{{- end }}
 pools:
-  {{- if include "twinpool.withRay" .root }}
-  {{- include "twinpool.rayPools" .root | nindent 2 }}
-  {{- else }}
-  # Its pools are StatefulSets: it starts no workers.
+  # Its pools are the further ones.
   prefill_workers: 0
   decode_workers: 0
+  {{- if include "twinpool.withRay" .root }}
+  ray_address: {{ include "twinpool.rayAddress" .root }}
+  worker_options: node
+  # The next control process finds them; they end with the RayCluster.
+  stop_workers: false
+  {{- end }}
+  {{- with include "twinpool.furtherPools" (dict "root" .root "counts" true) | fromYaml }}
+  further:
+    {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- else if ne .component "operator" }}
 metrics: {enabled: true, port: {{ int64 $v.ports.metrics }}}
 worker:
   port: {{ int64 $v.ports.workerGrpc }}
+  pool: {{ .pool }}
 kv_events: {port: {{ int64 $v.ports.workerEvents }}}
 model:
   path: {{ include "twinpool.modelPath" . | quote }}
@@ -134,12 +139,13 @@ model:
 {{- end }}
 {{- end -}}
 
-{{/* The file of a process. Takes root, component, v (its block of values) and, for workers, key and model. */}}
+{{/* The file of a process. Takes root, component, v (its block of values) and, for workers, key, model, pool and own. */}}
 {{- define "twinpool.config" -}}
 {{- $layers := list .root.Values.config -}}
 {{- if .model -}}
 {{- if gt (int64 .v.gpu.count) 0 -}}{{- $layers = append $layers (dict "worker" (dict "device" "cuda")) -}}{{- end -}}
 {{- $layers = append $layers (.model.config | default dict) -}}
+{{- $layers = append $layers (.own.config | default dict) -}}
 {{- end -}}
 {{- $layers = append $layers (.v.config | default dict) -}}
 {{- $layers = append $layers (include "twinpool.ownConfig" . | fromYaml) -}}

@@ -187,12 +187,12 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Random tiny checkpoints are written by each pod for itself; the same seed gives the same bytes. */}}
+{{/* Random tiny checkpoints are written by each pod for itself; the same seed gives the same bytes. Takes root, models and image. */}}
 {{- define "twinpool.modelInits" -}}
 {{- range $key, $model := .models }}
 {{- if and $model $model.tiny }}
 - name: tiny-{{ $key }}
-  image: {{ include "twinpool.image" $.root }}
+  image: {{ $.image }}
   imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
   command: [/bin/sh, -c]
   args:

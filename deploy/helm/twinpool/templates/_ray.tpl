@@ -26,9 +26,9 @@
 {{- .Values.ray.auth.existingSecret | default (printf "%s-auth" (include "twinpool.rayName" .)) -}}
 {{- end -}}
 
-{{/* The resource that a pod of a role offers once, and a worker of that role takes. */}}
+{{/* The resource that a pod of a pool's role offers once, and a worker of that role takes. Takes a pool. */}}
 {{- define "twinpool.rayResource" -}}
-{{- printf "twinpool-%s" . -}}
+{{- printf "twinpool-%s-%s" .pool .component -}}
 {{- end -}}
 
 {{/* Whether KubeRay's autoscaler makes and removes pods: "true" or nothing. */}}
@@ -44,7 +44,6 @@
 {{- $pools := (include "twinpool.pools" . | fromJson).pools -}}
 {{- if $ray -}}
 {{- if not .Values.control.enabled -}}{{- fail "ray: control.enabled is false, and nobody else starts the workers of a RayCluster" -}}{{- end -}}
-{{- if gt (len $pools) 2 -}}{{- fail "ray: one release runs one model in a RayCluster, since a control process runs one pool; install a release for each model, or set ray.mode to statefulset" -}}{{- end -}}
 {{- end -}}
 {{- range $pools -}}
 {{- $a := .v.autoscaling -}}
@@ -56,30 +55,6 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- end -}}
-
-{{/* What the controller is told of the pools that it runs. */}}
-{{- define "twinpool.rayPools" -}}
-ray_address: {{ include "twinpool.rayAddress" . }}
-worker_options: node
-# The next control process finds them; they end with the RayCluster.
-stop_workers: false
-{{- $total := 0 }}
-{{- range (include "twinpool.pools" . | fromJson).pools }}{{ $total = add $total (int64 .v.replicas) }}{{ end }}
-{{- range (include "twinpool.pools" . | fromJson).pools }}
-{{- $needs := list (printf "%s=1" (include "twinpool.rayResource" .component)) }}
-{{- if gt (int64 .v.gpu.count) 0 }}{{ $needs = append $needs (printf "GPU=%d" (int64 .v.gpu.count)) }}{{ end }}
-{{ .component }}_resources: {{ toJson $needs }}
-{{- if .v.autoscaling.enabled }}
-{{ .component }}_workers: {{ int64 (max (int64 .v.autoscaling.minReplicas) (min (int64 .v.replicas) (int64 .v.autoscaling.maxReplicas))) }}
-{{ .component }}_least: {{ int64 .v.autoscaling.minReplicas }}
-{{ .component }}_most: {{ int64 .v.autoscaling.maxReplicas }}
-{{- else }}
-{{ .component }}_workers: {{ int64 .v.replicas }}
-# Changes of roles go on in the pods that there are.
-{{ .component }}_most: {{ int64 $total }}
-{{- end }}
-{{- end }}
 {{- end -}}
 
 {{/* Takes root and head or not. Environment of all processes of Ray. */}}

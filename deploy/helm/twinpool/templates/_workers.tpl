@@ -1,4 +1,4 @@
-{{/* The pods of a pool, the same in a StatefulSet and in a RayCluster. Takes root and a pool: key, component, model, v. */}}
+{{/* The pods of a pool, the same in a StatefulSet and in a RayCluster. Takes root and a pool: pool, component, key, model, own, v. */}}
 
 {{/* The devices of a worker, as JSON. */}}
 {{- define "twinpool.devices" -}}
@@ -33,13 +33,13 @@ spec:
   {{- include "twinpool.pod" $part | nindent 2 }}
   # SIGTERM drains (with Ray the hook before it): running requests, what a worker's leave takes at most beyond them, and the end of Ray.
   terminationGracePeriodSeconds: {{ add (ceil ($worker.drain_timeout_seconds | default 30)) 45 (empty $ray | ternary 0 15) | int64 }}
-  {{- with include "twinpool.modelInits" (dict "root" $root "models" $models) }}
+  {{- with include "twinpool.modelInits" (dict "root" $root "models" $models "image" (include "twinpool.workerImage" .)) }}
   initContainers:
     {{- . | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ .component }}
-      image: {{ include "twinpool.image" $root }}
+      image: {{ include "twinpool.workerImage" . }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       {{- if not $ray }}
       args: [serve, {{ .component }}]
