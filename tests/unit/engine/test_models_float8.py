@@ -161,8 +161,7 @@ def test_the_registered_operations_do_the_products(tmp_path: Path) -> None:
             calls[kernel.operation] = calls.get(kernel.operation, 0) + 1
             return kernel.function(*operands, **options)
 
-        fields = {name: getattr(kernel, name) for name in kernel.__dataclass_fields__}
-        return Kernel(**(fields | {"function": call}))
+        return replace(kernel, function=call)
 
     for kernel in REGISTRY.kernels():
         registry.add(counted(kernel))
