@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -115,7 +114,7 @@ async def test_a_pod_that_is_deleted_drains_and_the_next_one_takes_its_worker(re
 
 
 @pytest.mark.parametrize("token", ["", "not-the-token-of-this-cluster-0123456789"])
-async def test_nobody_without_the_token_reaches_ray(release: Release, token: str, tmp_path: Path) -> None:
+async def test_nobody_without_the_token_reaches_ray(release: Release, token: str) -> None:
     (head,) = release.of("ray")
     env = f"RAY_AUTH_TOKEN={token}" if token else "RAY_AUTH_MODE=disabled"
     check = ("ray", "health-check", "--address", f"{head.ip}:6379")
