@@ -14,7 +14,7 @@ import pytest
 from tests.support.transfer_shim import ShimAgent
 from tests.support.watching import wait_until
 from twinpool.ids import WorkerKey, new_incarnation
-from twinpool.transfer.base import Fault, PoolMemory, TransferAgent, TransferError
+from twinpool.transfer.base import Blocks, Fault, PoolMemory, TransferAgent, TransferError
 from twinpool.transfer.fence import HandoffFault, check_generations
 from twinpool.transfer.loopback import Fabric, LoopbackAgent
 from twinpool.transfer.nixl import NixlAgent
@@ -81,14 +81,14 @@ class Rank:
         self.run(lambda: bool(found))
         return found[0]
 
-    def pull(self) -> list[PullOutcome]:
-        """Pulls REMOTE into LOCAL and waits for the fence."""
+    def pull(self, remote: Blocks = REMOTE, local: Blocks = LOCAL) -> list[PullOutcome]:
+        """Pulls ``remote`` into ``local`` and waits for the fence."""
         done: list[PullOutcome] = []
         fenced: list[bool] = []
         self.port.pull(
             OWNER,
-            REMOTE,
-            LOCAL,
+            remote,
+            local,
             deadline_seconds=60,
             on_done=done.append,
             on_fenced=lambda: fenced.append(bool(done)),
@@ -208,9 +208,24 @@ def test_a_rank_whose_read_fails_ends_the_pull_and_the_others_are_fenced_first()
         wait_until(lambda: reader.thread.in_flight == 2)  # those that are held may still land
         reader.run(lambda: True)
         assert done[1:] == []
+        before = shim.generation_reads
         shim.data.hold = set()
         reader.run(lambda: len(done) == 2)
         assert done[1] == "fenced"
+        assert shim.generation_reads == before  # they were cancelled: nobody reads what would prove them
+
+
+@pytest.mark.parametrize("kind", ["nixl", "loopback"])
+def test_parts_of_blocks_outside_a_pool_are_refused(kind: str) -> None:
+    with workers(kind, GQA, 2, 1) as made:
+        (reader,) = made.readers
+        inside = np.array([0], np.int32)
+        for number in (-1, NUM_BLOCKS):
+            outside = np.array([number], np.int32)
+            for remote, local in ((outside, inside), (inside, outside)):
+                (outcome,) = reader.pull(remote, local)
+                assert outcome.fault is Fault.INVALID
+        assert not reader.pool.any()
 
 
 def test_a_cancelled_pull_ends_at_every_rank() -> None:
