@@ -80,6 +80,11 @@ async def test_both_models_answer_each_pool_what_it_takes(world: World) -> None:
         listed = await world.execute(world.of("control"), "twinpool", "get", "pools", "-o", "name")
         assert listed.split() == ["chat", "chat-long", "code"]
         assert unknown_connections(world) == set()
+        # As docs/operations.md has it; of several models one has to be named.
+        router = world.of("router")
+        typed = ("generate", "--endpoint", f"{router.ip}:50051", "--model", "code-model", "--max-tokens", "4")
+        await world.execute(router, "twinpool", *typed, "Hello")
+        assert counts(world) == {"chat": 1, "chat-long": 2, "code": 2}
 
         # A worker of one pool with another fingerprint pairs with nobody; the other pools do not notice.
         (prefill,) = (pod for pod in world.all_of("prefill") if pod.labels["twinpool.dev/pool"] == "code")
@@ -100,4 +105,4 @@ async def test_both_models_answer_each_pool_what_it_takes(world: World) -> None:
         await upgrade(world, prefill)
         await ready(True)
         await ask(client, "code-model", 22)
-    assert counts(world) == {"chat": 2, "chat-long": 3, "code": 2}
+    assert counts(world) == {"chat": 2, "chat-long": 3, "code": 3}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -61,6 +62,10 @@ async def test_it_serves(release: Release) -> None:
         )
         answer = await client.complete(asked)
         assert answer.finished.usage.completion_tokens == 4
+    # As docs/operations.md has it, from a pod that has the commands.
+    code, text = await said(router, "twinpool", "generate", "--endpoint", f"{router.ip}:50051", "Hello")
+    assert code == 0, text
+    assert re.search(r"\d+ generated", text), text
     (control,) = release.of("control")
     code, text = await said(control, "twinpool", "get", "workers", "-o", "name")
     assert code == 0, text
