@@ -122,8 +122,17 @@ class Computer:
                 root_hash=root,
             ),
             draw=pb.DrawSpec(
-                sampling=SamplingParams(temperature=0.0, top_p=1, repetition_penalty=1),
-                stop=StopConditions(max_tokens=2),
+                sampling=SamplingParams(
+                    temperature=0.0,
+                    top_k=0,
+                    top_p=1,
+                    min_p=0,
+                    presence_penalty=0,
+                    frequency_penalty=0,
+                    repetition_penalty=1,
+                    seed=1,
+                ),
+                stop=StopConditions(max_tokens=2, min_tokens=0),
                 n=1,
             ),
         )
