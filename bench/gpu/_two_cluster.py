@@ -74,11 +74,12 @@ class Plan:
         }
 
     def waves(self) -> list[list[str]]:
-        """Who starts together: on a device one after the other at first, or what each measures of itself would be of half of it."""
+        """Who starts together: on a device of its own, or what a worker measures of itself is a part of it. Where all share one, only
+        the decode worker's measurement is used, so it goes first."""
         names = list(self.workers())
-        if self.devices[0] == "cpu":
-            return [[name] for name in names]
-        return [names[:1], names[1:2], names[2:]] if self.one_device else [names[:2], names[2:]]
+        if self.one_device:
+            return [["decode"], [name for name in names if name != "decode"]]
+        return [names[:2], names[2:]]
 
 
 @dataclass(frozen=True)
