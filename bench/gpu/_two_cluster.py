@@ -50,6 +50,8 @@ class Plan:
             "kv.block_tokens": self.block_tokens,
             "kv.num_blocks": self.num_blocks,
             "scheduler.max_num_seqs": 64,
+            # What is measured first also builds kernels, which takes seconds where none are there yet.
+            "worker.calibration_seconds": 10.0 if gpu else 1.0,
             "transfer.ucx_tls": "tcp,sm,self,cuda_copy,cuda_ipc" if gpu else "tcp,sm,self",
             "transfer.poll_microseconds": 20 if gpu else 150,
         }
