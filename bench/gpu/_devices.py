@@ -28,7 +28,9 @@ def _check(name: str) -> None:
     if device.type != "cuda" or device.index is None:
         raise SystemExit(f"--devices: {name} cannot be used; name cpu or cuda:INDEX")
     if count == 0:
-        raise SystemExit(f"--devices: {name} is not there: this machine has no GPU; cpu runs the same script on its cores")
+        raise SystemExit(
+            f"--devices: {name} is not there: this machine has no GPU; cpu runs the same script on its cores"
+        )
     if device.index >= count:
         raise SystemExit(
             f"--devices: {name} is not there: this machine has {count} GPU{'s' * (count > 1)}; "

@@ -139,9 +139,7 @@ class Computer:
         if prefix is not None:
             command.prefix.CopyFrom(prefix)
         events = Computed()
-        self._session.start_leg(
-            (command.id.request_id, 1), pb.SessionRequest(decode=command), events
-        )
+        self._session.start_leg((command.id.request_id, 1), pb.SessionRequest(decode=command), events)
         done = await events.wait()
         return events.seconds, done
 

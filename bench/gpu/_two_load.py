@@ -32,7 +32,9 @@ class Beside:
     every: float = 0.25
 
 
-async def _window(client: Client, prompts: Prompts, load: Beside) -> tuple[list[float], list[float], list[float]]:
+async def _window(
+    client: Client, prompts: Prompts, load: Beside
+) -> tuple[list[float], list[float], list[float]]:
     """Milliseconds: gaps between tokens of the running answers before and while prompts arrive; time to first token of these."""
     # No longer than the prompts that arrive, for a small model's sake.
     answers = [Answer() for _ in range(load.running)]

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 
 from bench._common import Figures, arguments, interleave, report
-from bench.gpu._devices import devices_of
 from bench._handoff import (
     Copy,
     Product,
@@ -27,6 +26,7 @@ from bench._handoff import (
     scattered,
     wrong_blocks,
 )
+from bench.gpu._devices import devices_of
 
 IN_FLIGHT = 8
 """Reads at once, where a rate is that of several prompts."""
@@ -73,7 +73,10 @@ def main() -> None:
         ("--blocks", {"default": "1,16,256,2048", "help": "blocks of one read, several by comma"}),
         ("--layers", {"type": int, "default": 61}),
         ("--device", {"default": "cuda:0"}),
-        ("--devices", {"default": "", "help": "the owner's and the reader's, by comma; empty: --device for both"}),
+        (
+            "--devices",
+            {"default": "", "help": "the owner's and the reader's, by comma; empty: --device for both"},
+        ),
         ("--tls", {"default": "", "help": "UCX transports; by default all for a GPU, tcp,sm,self else"}),
         ("--rounds", {"type": int, "default": 5}),
     )
@@ -90,7 +93,11 @@ def main() -> None:
         owner_device=owner,
         ucx_tls=options.tls or ("tcp,sm,self,cuda_copy,cuda_ipc" if on_gpu else "tcp,sm,self"),
     )
-    figures: dict[str, object] = {"block_bytes": setting.block_bytes, "ucx_tls": setting.ucx_tls, "devices": f"{owner},{reader}"}
+    figures: dict[str, object] = {
+        "block_bytes": setting.block_bytes,
+        "ucx_tls": setting.ucx_tls,
+        "devices": f"{owner},{reader}",
+    }
     figures.update(check(setting, counts))
     product = Product(setting)
     raw = Raw(product.owner, setting)

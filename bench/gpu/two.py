@@ -57,9 +57,17 @@ def verdicts(figures: dict[str, object], lengths: list[int]) -> dict[str, list[s
 
     for length in lengths:
         label = f"{length} tokens ttft"
-        weigh(f"time to first token of {length} tokens, ms, against one device", f"{label} split ms", f"{label} whole ms")
-    for name in [name for name in figures if "answers beside" in name and ", split: " in name and "alone" not in name]:
-        weigh(name.replace(", split:", ", against replicas:"), name, name.replace(", split:", f", {REPLICAS}:"))
+        weigh(
+            f"time to first token of {length} tokens, ms, against one device",
+            f"{label} split ms",
+            f"{label} whole ms",
+        )
+    for name in [
+        name for name in figures if "answers beside" in name and ", split: " in name and "alone" not in name
+    ]:
+        weigh(
+            name.replace(", split:", ", against replicas:"), name, name.replace(", split:", f", {REPLICAS}:")
+        )
     weigh(
         "goodput, requests a second, against replicas",
         "goodput of split per s",
