@@ -359,23 +359,6 @@ def scattered(count: int, num_blocks: int, seed: int) -> tuple[Blocks, Blocks]:
     return remote, local
 
 
-def neighbours(count: int, num_blocks: int, seed: int) -> tuple[Blocks, Blocks]:
-    """The same with one run of neighbours a side, at a random place."""
-    random = np.random.default_rng([seed, count])
-    remote, local = (
-        np.arange(count, dtype=np.int32) + np.int32(random.integers(num_blocks - count + 1)) for _ in range(2)
-    )
-    return remote, local
-
-
-def measure_runs(side: Product | Raw | Copy, setting: Setting, count: int, repeats: int) -> Figures:
-    """As ``measure``, of neighbours."""
-    seconds = statistics.median(
-        side.read(*neighbours(count, setting.num_blocks, seed)) for seed in range(repeats)
-    )
-    return {"us": seconds * 1e6, "GB_per_s": count * setting.block_bytes / seconds / 1e9}
-
-
 def measure(side: Product | Raw | Copy, setting: Setting, count: int, repeats: int) -> Figures:
     """Median of a few reads of ``count`` scattered blocks, one at a time."""
     seconds = statistics.median(

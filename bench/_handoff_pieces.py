@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pieces a prompt's blocks are, in a pool that prompts of all lengths have come to and left for long."""
+"""Blocks that are neighbours: what reading them takes, and how many pieces a prompt's blocks are in a pool that prompts of all lengths
+have come to and left for long."""
 
 from __future__ import annotations
 
@@ -9,12 +10,31 @@ import statistics
 import numpy as np
 
 from bench._common import Figures
+from bench._handoff import Copy, Product, Raw, Setting
 from twinpool._core import BlockManager, hash_blocks, root_hash
+from twinpool.transfer.base import Blocks
 
 POOL_BLOCKS = 8192
 BLOCK_TOKENS = 64
 TURNS = 4000
 RUNNING = 48
+
+
+def neighbours(count: int, num_blocks: int, seed: int) -> tuple[Blocks, Blocks]:
+    """``count`` physical blocks of each side, one run of neighbours at a random place."""
+    random = np.random.default_rng([seed, count])
+    remote, local = (
+        np.arange(count, dtype=np.int32) + np.int32(random.integers(num_blocks - count + 1)) for _ in range(2)
+    )
+    return remote, local
+
+
+def measure_runs(side: Product | Raw | Copy, setting: Setting, count: int, repeats: int) -> Figures:
+    """As ``bench._handoff.measure``, of neighbours."""
+    seconds = statistics.median(
+        side.read(*neighbours(count, setting.num_blocks, seed)) for seed in range(repeats)
+    )
+    return {"us": seconds * 1e6, "GB_per_s": count * setting.block_bytes / seconds / 1e9}
 
 
 def pieces() -> Figures:

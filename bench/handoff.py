@@ -28,10 +28,9 @@ from bench._handoff import (
     Setting,
     measure,
     measure_many,
-    measure_runs,
     scattered,
 )
-from bench._handoff_pieces import pieces
+from bench._handoff_pieces import measure_runs, pieces
 
 IN_FLIGHT = 8
 """Reads at once, where a rate is that of several prompts."""

@@ -6,7 +6,8 @@ pull over the transfer thread, generations, comparison. *raw*: NIXL with prepare
 gather and scatter inside one process. Alternating in one run. Before that every size is read once with digests on
 both sides, and all bytes are compared.
 
-``python -m bench.gpu.handoff_vram --json`` takes under 90 s; ``--devices cuda:0,cuda:1``: the owner's and the reader's. ``--device cpu --layers 2`` checks the script itself.
+``python -m bench.gpu.handoff_vram --json`` takes under 90 s; ``--devices cuda:0,cuda:1``: the owner's and the reader's.
+``--device cpu --layers 2`` checks the script itself.
 """
 
 from __future__ import annotations
