@@ -12,7 +12,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -54,6 +54,8 @@ class Setting:
     num_blocks: int
     layers: int = V3_LAYERS
     device: str = "cpu"
+    owner_device: str = ""
+    """Where the owner's pool lies; empty: on ``device``, as the reader's."""
     ucx_tls: str = "tcp,sm,self"
     digest: DigestPolicy = "off"
 
@@ -113,7 +115,7 @@ class Half:
 def serve(connection: Connection, setting: Setting, reader: WorkerKey) -> None:
     """The owner's process. It answers the pipe: ``bytes`` is a reader's message, an offer is (request, chunks, pace), with
     ``pace`` seconds before each chunk in which it stands for being computed."""
-    owner = Half("owner", setting)
+    owner = Half("owner", replace(setting, device=setting.owner_device or setting.device))
     for block in range(setting.num_blocks):
         owner.pool.block_bytes_view(block).view(torch.int64).copy_(
             words_of(setting, block, owner.pool.device)

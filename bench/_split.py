@@ -67,9 +67,9 @@ class Processes:
                 stderr=subprocess.STDOUT,
             )
 
-    async def record(self, name: str) -> WorkerRecord:
+    async def record(self, name: str, pool: str = "default") -> WorkerRecord:
         """Waits for a ready worker."""
-        return await self._wait(name, Keys(CLUSTER).worker("default", name), WorkerRecord)
+        return await self._wait(name, Keys(CLUSTER).worker(pool, name), WorkerRecord)
 
     async def router(self, name: str) -> RouterRecord:
         """Waits for a router."""
@@ -146,10 +146,15 @@ class Answer:
 
 
 async def ask(
-    client: Client, tokens: list[int], count: int = OUTPUT_TOKENS, *, scored: bool = False
+    client: Client,
+    tokens: list[int],
+    count: int = OUTPUT_TOKENS,
+    *,
+    scored: bool = False,
+    into: Answer | None = None,
 ) -> Answer:
-    """Greedy tokens; ``scored``: with the log-probabilities of the prompt."""
-    answer = Answer()
+    """Greedy tokens; ``scored``: with the log-probabilities of the prompt; ``into``: filled as they come."""
+    answer = into or Answer()
     message = request(
         tokens, max_tokens=count, temperature=0.0, ignore_eos=True, prompt_logprobs=0 if scored else None
     )

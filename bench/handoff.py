@@ -5,9 +5,11 @@
 (ticket, transfer thread, generations, comparison), by raw NIXL on the same blocks, and by memcpy inside one process.
 *prompt*: 8,192 tokens of that shape in chunks of 512, each announced when a stand-in for the computation is done.
 *cluster*: a cluster with a tiny MLA model hands prompts off, or lets the decode worker compute them: what is added to the first token.
+*runs*: the same blocks scattered and as one run of neighbours, which NIXL moves as one piece; and how many pieces a prompt's blocks
+are in a pool that has been in use for long.
 *cancel*: a prompt of 32k tokens is cancelled in the middle; what the next short prompt waits for.
 
-``python -m bench.handoff [--only rate,prompt,cluster,cancel]``. Variants alternate in one run; medians.
+``python -m bench.handoff [--only rate,prompt,runs,cluster,cancel]``. Variants alternate in one run; medians.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from bench._handoff import (
     measure_many,
     scattered,
 )
+from bench._handoff_pieces import measure_runs, pieces
 
 IN_FLIGHT = 8
 """Reads at once, where a rate is that of several prompts."""
@@ -106,10 +109,39 @@ def prompt(setting: Setting, rounds: int) -> tuple[dict[str, object], Figures]:
     return figures, {"8k prompt tail/whole read": tail / found["whole"]["whole_raw_ms"]}
 
 
+def runs(setting: Setting, counts: list[int], rounds: int) -> tuple[dict[str, object], Figures]:
+    """Scattered blocks against neighbours, raw and through the product, in turn."""
+    figures: dict[str, object] = dict(pieces())
+    ratios: Figures = {}
+    product = Product(setting)
+    try:
+        raw = Raw(product.owner, setting)
+        for count in counts:
+            found = interleave(
+                rounds,
+                {
+                    "raw scattered": partial(measure, raw, setting, count, 9),
+                    "raw neighbours": partial(measure_runs, raw, setting, count, 9),
+                    "product scattered": partial(measure, product, setting, count, 9),
+                    "product neighbours": partial(measure_runs, product, setting, count, 9),
+                },
+            )
+            label = f"{setting.device} {count} blocks of {setting.block_bytes >> 10} KiB"
+            for name, values in found.items():
+                figures |= {f"{label} {name} {figure}": value for figure, value in values.items()}
+            for side in ("raw", "product"):
+                ratios[f"{label} {side} neighbours/scattered"] = (
+                    found[f"{side} neighbours"]["GB_per_s"] / found[f"{side} scattered"]["GB_per_s"]
+                )
+    finally:
+        product.close()
+    return figures, ratios
+
+
 def main() -> None:
     options = arguments(
         __doc__ or "",
-        ("--only", {"default": "rate,prompt,cluster,cancel", "help": "parts, several by comma"}),
+        ("--only", {"default": "rate,prompt,runs,cluster,cancel", "help": "parts, several by comma"}),
         ("--layers", {"type": int, "default": 61, "help": "layers of a block; 61 is DeepSeek-V3"}),
         ("--blocks", {"default": "1,16,64", "help": "blocks of one read, several by comma"}),
         ("--tls", {"default": "tcp,sm,self;tcp,self", "help": "UCX transports, several lists by semicolon"}),
@@ -129,6 +161,9 @@ def main() -> None:
 
     for ucx_tls in options.tls.split(";") if "rate" in parts else ():
         add(rates(Setting(IN_FLIGHT * max(counts), options.layers, ucx_tls=ucx_tls), counts, options.rounds))
+    if "runs" in parts:
+        for layers in sorted({4, options.layers}):
+            add(runs(Setting(2 * max(counts), layers), counts, options.rounds))
     if "prompt" in parts:
         add(prompt(Setting(PROMPT_BLOCKS, options.layers), options.rounds))
     if "cluster" in parts or "cancel" in parts:

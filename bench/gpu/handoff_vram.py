@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a validated pull from VRAM to VRAM keeps up with raw NIXL on the same blocks.
 
-Two processes on one GPU, each with a block-major pool of DeepSeek-V3's shape (4.3 MiB a block). *product*: ticket,
+Two processes on one GPU or on two, each with a block-major pool of DeepSeek-V3's shape (4.3 MiB a block). *product*: ticket,
 pull over the transfer thread, generations, comparison. *raw*: NIXL with prepared lists, polled without a pause. *copy*:
 gather and scatter inside one process. Alternating in one run. Before that every size is read once with digests on
 both sides, and all bytes are compared.
 
-``python -m bench.gpu.handoff_vram --json`` takes under 90 s. ``--device cpu --layers 2`` checks the script itself.
+``python -m bench.gpu.handoff_vram --json`` takes under 90 s; ``--devices cuda:0,cuda:1``: the owner's and the reader's.
+``--device cpu --layers 2`` checks the script itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bench._handoff import (
     scattered,
     wrong_blocks,
 )
+from bench.gpu._devices import devices_of
 
 IN_FLIGHT = 8
 """Reads at once, where a rate is that of several prompts."""
@@ -72,6 +74,10 @@ def main() -> None:
         ("--blocks", {"default": "1,16,256,2048", "help": "blocks of one read, several by comma"}),
         ("--layers", {"type": int, "default": 61}),
         ("--device", {"default": "cuda:0"}),
+        (
+            "--devices",
+            {"default": "", "help": "the owner's and the reader's, by comma; empty: --device for both"},
+        ),
         ("--tls", {"default": "", "help": "UCX transports; by default all for a GPU, tcp,sm,self else"}),
         ("--rounds", {"type": int, "default": 5}),
     )
@@ -79,14 +85,20 @@ def main() -> None:
     counts = [int(count) for count in options.blocks.split(",")]
     if options.quick:
         counts, options.rounds = counts[:2], 2
-    on_gpu = options.device.startswith("cuda")
+    owner, reader = devices_of(options.devices or options.device)
+    on_gpu = reader.startswith("cuda")
     setting = Setting(
         num_blocks=2 * max(counts),
         layers=options.layers,
-        device=options.device,
+        device=reader,
+        owner_device=owner,
         ucx_tls=options.tls or ("tcp,sm,self,cuda_copy,cuda_ipc" if on_gpu else "tcp,sm,self"),
     )
-    figures: dict[str, object] = {"block_bytes": setting.block_bytes, "ucx_tls": setting.ucx_tls}
+    figures: dict[str, object] = {
+        "block_bytes": setting.block_bytes,
+        "ucx_tls": setting.ucx_tls,
+        "devices": f"{owner},{reader}",
+    }
     figures.update(check(setting, counts))
     product = Product(setting)
     raw = Raw(product.owner, setting)

@@ -60,9 +60,7 @@ bool BlockManager::allocate(std::size_t count, std::vector<BlockId>& out) {
   if (count > available_blocks()) {
     return false;
   }
-  for (; count > 0; --count) {
-    out.push_back(take_new());
-  }
+  take_new(count, out);
   return true;
 }
 
@@ -101,9 +99,7 @@ std::optional<std::size_t> BlockManager::acquire(std::span<const Hash128> hashes
     out.resize(start);
     return std::nullopt;
   }
-  for (std::size_t i = 0; i < fresh; ++i) {
-    out.push_back(take_new());
-  }
+  take_new(fresh, out);
   return prefix;
 }
 
@@ -146,18 +142,35 @@ const Block& BlockManager::checked(BlockId id) const {
   return at(id);
 }
 
-BlockId BlockManager::take_new() {
-  if (free_.empty()) {
+bool BlockManager::is_free(BlockId id) const noexcept {
+  return id >= 0 && static_cast<std::size_t>(id) < blocks_.size() && at(id).state == BlockState::free;
+}
+
+/// A chain is evicted from its end, so what is free next tends to be a run that ends at the front of the free list: the walk
+/// goes back to where it begins. It makes no more steps than it then takes blocks.
+void BlockManager::take_new(std::size_t count, std::vector<BlockId>& out) {
+  while (free_.size() < count) {
     evict_oldest();
   }
-  const BlockId id = free_.pop_front();
-  Block& block = at(id);
-  block.refs = 1;
-  block.state = BlockState::held;
-  block.ended = false;
-  ++held_;
-  raise_generation(id);
-  return id;
+  while (count > 0) {
+    BlockId id = out.empty() ? no_block : out.back() + 1;
+    if (!is_free(id)) {
+      id = free_.front();
+      for (std::size_t steps = 1; steps < count && is_free(id - 1); ++steps) {
+        --id;
+      }
+    }
+    for (; count > 0 && is_free(id); ++id, --count) {
+      Block& block = at(id);
+      free_.remove(id);
+      block.refs = 1;
+      block.state = BlockState::held;
+      block.ended = false;
+      ++held_;
+      raise_generation(id);
+      out.push_back(id);
+    }
+  }
 }
 
 void BlockManager::become_held(BlockId id) {

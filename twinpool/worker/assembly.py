@@ -4,9 +4,11 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from twinpool import launch
 from twinpool.config import TransferConfig, TwinpoolConfig
+from twinpool.engine.device import enter_device
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import AttemptKey, TransferObserver
 from twinpool.transfer.digest import Digest, pool_digest
@@ -82,6 +84,7 @@ def assemble(
         on_fatal=around.on_fatal,
         pins=pins,
         tap=CacheTap(stack.blocks, around.on_cache_events) if around.on_cache_events else None,
+        enter=partial(enter_device, config.worker.device),
         clock=around.clock,
     )
     return Assembly(parts, loop)

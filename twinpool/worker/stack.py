@@ -12,6 +12,7 @@ from twinpool._core import BlockManager, SchedulerConfig, StepScheduler
 from twinpool.config import TwinpoolConfig
 from twinpool.engine.calibration import Calibration, calibrate
 from twinpool.engine.config import ModelConfig
+from twinpool.engine.device import enter_device
 from twinpool.engine.fingerprint import fingerprint
 from twinpool.engine.kernels import KernelNotFoundError
 from twinpool.engine.kv.host import HostPool
@@ -131,6 +132,7 @@ def build_stack(
     """
     started = time.monotonic()
     dtype, device, kv = DTYPES[config.model.dtype], config.worker.device, config.kv
+    enter_device(device)
     try:
         model = load_model(
             config.model.path,

@@ -87,9 +87,11 @@ class StepLoop:
         on_fatal: Callable[[str], None],
         pins: PrefixPins | None = None,
         tap: CacheTap | None = None,
+        enter: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_fatal`` is called on the step thread, once, with why it gave up. ``tap`` takes the cache's events."""
+        """``enter`` is called first on the step thread; ``on_fatal`` is called there, once, with why it gave up. ``tap``
+        takes the cache's events."""
         self.role = role
         self.tap = tap
         self.load = load
@@ -102,6 +104,7 @@ class StepLoop:
         self._outbox = outbox
         self._poison_freed = poison_freed
         self._on_fatal = on_fatal
+        self._enter = enter
         self._clock = clock
         # What to run, and what to do instead if the loop ends before.
         self._inbox: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
@@ -183,6 +186,7 @@ class StepLoop:
 
     def _run(self) -> None:
         try:
+            self._enter()
             self._turns()
         finally:
             with self._wake:
