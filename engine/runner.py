@@ -137,8 +137,8 @@ class ModelRunner:
             logits, best = replayed
             last = arrays.q_start[sampled + 1].astype(np.int64) - 1
             if len(last) < len(logits):
-                index = torch.from_numpy(last).to(self._device)
-                logits, best = logits[index], best[:, index]
+                wanted = torch.from_numpy(last).to(self._device)
+                logits, best = logits[wanted], best[:, wanted]
             return logits, best, {}
         rows = [arrays.q_start[sampled + 1].astype(np.int64) - 1]
         for index, positions in scored.items():

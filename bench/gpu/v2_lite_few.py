@@ -1,95 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps of one to four sequences of the model of ``v2_lite_step``: the kernels for very few tokens, and their tiles.
+"""Decode steps of few sequences of the model of ``v2_lite_step``: limits and tiles of its kernels compared in one process.
 
-``python -m bench.gpu.v2_lite_few --out DIR``. First the layers' kernels for very few tokens on and off, by logits and by
-time; then tiles of the experts of one token. Steps as in ``v2_lite_step``: 4,096 tokens of context, plan to token ids.
+``python -m bench.gpu.v2_lite_few --out DIR``. Cards and minutes differ by more than variants do, so every batch runs all
+variants in turn, ``--rounds`` times. Steps as in ``v2_lite_step``: 4,096 tokens of context, plan to token ids.
 """
 
 import argparse
 import json
 import os
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from bench.gpu.v2_lite_step import BLOCK, build, make_plan, make_pool, time_batch
-from twinpool.engine.graphs import DecodeGraphs
-from twinpool.engine.kernels import triton_moe
-from twinpool.engine.kernels.triton_moe import Tile
+from bench.gpu.v2_lite_step import BLOCK, build, make_pool, time_batch
+from twinpool.engine.kernels import triton_experts, triton_few_launch
+from twinpool.engine.kernels.triton_experts import Tile
 from twinpool.engine.models import decoder
 
-CONTEXT, STEPS = 4096, 24
-TILES = [
-    (Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),
-    (Tile(64, 128, 3, 4), Tile(128, 128, 3, 4)),
-    (Tile(32, 256, 3, 4), Tile(64, 256, 3, 4)),
-    (Tile(16, 256, 4, 4), Tile(32, 128, 5, 4)),
-    (Tile(32, 128, 5, 4), Tile(32, 256, 4, 4)),
-    (Tile(16, 512, 3, 4), Tile(16, 512, 3, 4)),
-]
+CONTEXT, STEPS = 4096, 25
+DEFAULTS = {
+    (decoder, "FEW"): decoder.FEW,
+    (triton_few_launch, "LIBRARY"): triton_few_launch.LIBRARY,
+    (triton_experts, "FEW_TILES"): triton_experts.FEW_TILES,
+    (triton_experts, "SINGLE_TILES"): triton_experts.SINGLE_TILES,
+}
 
 
-def compare(count: int) -> float:
-    """Relative difference of the logits of three layers with the kernels for few tokens and without, in graphs."""
-    context = np.array([700, 65, 1, 1500][:count], np.int32)
-    tables = np.random.default_rng(0).permutation(count * 24).reshape(count, 24)
-    plan = make_plan(np.arange(5, 5 + count), context, tables)
-    found = []
-    for small in (0, count):
-        decoder.SMALL = small
-        model = build(3, None)
-        torch.manual_seed(1)
-        graphs = DecodeGraphs(model, make_pool(model, tables.size), max_context=24 * BLOCK, buckets=[count])
-        graphs.run(plan)
-        found.append(graphs.run(plan).logits.double())
-    return float((found[1] - found[0]).norm() / found[0].norm())
+def _set(module: object, name: str, value: object) -> Callable[[], None]:
+    return lambda: setattr(module, name, value)
+
+
+VARIANTS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
+    "now": ((1, 16, 64), lambda: None),
+    "products of the library": ((16, 64), _set(decoder, "FEW", 1)),
+    "no product of the library": ((64,), _set(triton_few_launch, "LIBRARY", 64)),
+    "deeper columns": (
+        (16,),
+        _set(triton_experts, "FEW_TILES", (Tile(32, 256, 3, 4), Tile(64, 256, 3, 4))),
+    ),
+    "wider columns": ((16,), _set(triton_experts, "FEW_TILES", triton_experts.TILES[16])),
+    "three blocks": ((1,), _set(triton_experts, "SINGLE_TILES", triton_experts.FEW_TILES)),
+    "narrow down": (
+        (1,),
+        _set(triton_experts, "SINGLE_TILES", (Tile(32, 256, 3, 4), Tile(32, 256, 3, 4))),
+    ),
+}
+"""By name: for which batches, and what is set."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90, help="after which nothing is begun")
+    parser.add_argument("--batches", default="1,16,64")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", default=os.environ.get("OUT", ""))
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
-    rows: list[dict[str, object]] = []
-    errors = {count: compare(count) for count in (1, 2)}
-    print("relative differences of logits:", errors, flush=True)
+    batches = [int(batch) for batch in arguments.batches.split(",")]
     model = build(27, None)
-    pool = make_pool(model, 4 * (-(-(CONTEXT + STEPS + 8) // BLOCK)))
-
-    def run(batch: int, small: int) -> None:
-        if time.monotonic() > deadline:
-            print("not run:", batch, small, triton_moe.SINGLE_TILES, flush=True)
-            return
-        decoder.SMALL = small
-        row, graphs, _ = time_batch(model, pool, batch, CONTEXT, STEPS)
-        del graphs
-        rows.append({
-            "batch": batch, "small": small, "tiles": triton_moe.SINGLE_TILES, "ms": row["ms"], "device_ms": row["device_ms"]
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-        report = {
-            "card": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "errors": errors,
-            "steps": rows,
-        }
-        if arguments.out:
-            Path(arguments.out, "v2_lite_few.json").write_text(json.dumps(report, indent=1) + "\n")
-
-    for small in (0, 1):
-        run(1, small)
-    for tiles in TILES[1:]:
-        triton_moe.SINGLE_TILES = tiles
-        run(1, 1)
-    triton_moe.SINGLE_TILES = TILES[0]
-    for batch in (2, 4):
-        for small in (0, batch):
-            run(batch, small)
-    return 0 if max(errors.values()) <= 3e-2 else 1
+    pool = make_pool(model, max(batches) * (-(-(CONTEXT + STEPS + 8) // BLOCK)))
+    rows: list[dict[str, object]] = []
+    report = {
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "command": " ".join(["python -m bench.gpu.v2_lite_few", *sys.argv[1:]]), "steps": rows,
+    }  # fmt: skip
+    for batch in batches:
+        for turn in range(arguments.rounds):
+            for name, (sizes, change) in VARIANTS.items():
+                if batch not in sizes:
+                    continue
+                for (module, attribute), value in DEFAULTS.items():
+                    setattr(module, attribute, value)
+                change()
+                row, graphs, _ = time_batch(model, pool, batch, CONTEXT, STEPS)
+                del graphs
+                rows.append(
+                    {
+                        "batch": batch,
+                        "variant": name,
+                        "round": turn,
+                        "ms": row["ms"],
+                        "device_ms": row["device_ms"],
+                    }
+                )
+                print(rows[-1], flush=True)
+                if arguments.out:
+                    Path(arguments.out, "v2_lite_few.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

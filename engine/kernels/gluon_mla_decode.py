@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from twinpool.engine.kernels.gluon_parts import LATENT, LN2, PAGE, queries, skip, span
+from twinpool.engine.kernels.gluon_parts import LATENT, LN2, PAGE, queries, row_of, skip, span
 
 # fmt: off
 # Argument lists of kernels are read in groups.
@@ -50,23 +50,10 @@ def _fetch_rope(rope_desc, row, full, rope, wanted):
 
 
 @gluon.jit
-def _row_of(lane, rows, SPREAD: gl.constexpr):
-    """The query row that lies in line ``lane`` of a tile, and whether there is one. At most 16 rows are SPREAD over the
-    tile, four to a warp, so that all warps take part when they are stored."""
-    if SPREAD:
-        row = (lane // 16) * 4 + lane % 16
-        real = (lane % 16 < 4) & (row < rows)
-    else:
-        row = lane
-        real = lane < rows
-    return row, real
-
-
-@gluon.jit
 def _load_query(Q, base, rows, col, WIDE: gl.constexpr, SPREAD: gl.constexpr):
     """``[64, WIDE]`` of the query from column ``col``; rows past ``rows`` are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
-    r, real = _row_of(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), rows, SPREAD)
+    r, real = row_of(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), rows, SPREAD)
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
     pointers = Q + base + gl.expand_dims(r, 1) * WIDTH + gl.expand_dims(c + col, 0)
     return gl.load(pointers, mask=gl.expand_dims(real, 1), other=0.0)
@@ -219,7 +206,7 @@ def _scores(
         mbarrier.arrive(l_full, count=1)
         fragment += 1  # noqa: SIM113
         value = gl.where(total > 0.0, m + gl.log2(total), float("-inf"))
-        line, real = _row_of(lane, rows, SPREAD)
+        line, real = row_of(lane, rows, SPREAD)
         if (first == 0) & (end == pages):
             if WITH_LSE:
                 gl.store(LSE + row + line, value * LN2, mask=real)
@@ -311,7 +298,7 @@ def _values(
         acc = acc * gl.expand_dims(gl.where(norm > 0.0, 1.0 / norm, 0.0), 1)
         start, tokens = queries(s, Q_START, MULTI)
         rows = tokens * HEADS - group * 64
-        line, real = _row_of(gl.arange(0, 64, layout=rl), rows, HEADS <= 16 and not MULTI)
+        line, real = row_of(gl.arange(0, 64, layout=rl), rows, HEADS <= 16 and not MULTI)
         column = SIDE * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
         mask = gl.expand_dims(real, 1)
         offsets = gl.expand_dims(line, 1) * LATENT + gl.expand_dims(column, 0)

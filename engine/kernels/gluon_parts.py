@@ -42,3 +42,16 @@ def skip(s, i, end, s1, p1, stop, CONTEXT):
         i = 0
         end = gl.where(s == s1, p1, (gl.load(CONTEXT + s) + (PAGE - 1)) // PAGE)
     return s, i, end
+
+
+@gluon.jit
+def row_of(lane, rows, SPREAD: gl.constexpr):
+    """The query row that lies in line ``lane`` of a tile, and whether there is one. At most 16 rows are SPREAD over the
+    tile, four to a warp, so that all warps take part when they are stored."""
+    if SPREAD:
+        row = (lane // 16) * 4 + lane % 16
+        real = (lane % 16 < 4) & (row < rows)
+    else:
+        row = lane
+        real = lane < rows
+    return row, real

@@ -197,7 +197,8 @@ def tile_rows(pairs: int, experts: int) -> int:
 
 def sync_size(tokens: int, chosen: int, experts: int) -> int:
     """Counters that a launch needs, with room for ``MOST_SHARED`` shared experts."""
-    return 1 + (experts + MOST_SHARED) * triton.cdiv(tokens, tile_rows(tokens * chosen, experts))
+    tiles: int = triton.cdiv(tokens, tile_rows(tokens * chosen, experts))
+    return 1 + (experts + MOST_SHARED) * tiles
 
 
 def products(
