@@ -117,6 +117,18 @@ def describe(config: TwinpoolConfig) -> Facts:
     )
 
 
+def _step_limits(config: TwinpoolConfig) -> SchedulerConfig:
+    steps = config.scheduler
+    return SchedulerConfig(
+        max_num_seqs=steps.max_num_seqs,
+        max_batched_tokens=steps.max_batched_tokens,
+        max_chunk_tokens=steps.max_chunk_tokens,
+        policy=steps.policy,
+        max_overtaken=steps.max_overtaken,
+        host_blocks=config.kv.host_blocks,
+    )
+
+
 def build_stack(
     config: TwinpoolConfig,
     facts: Facts,
@@ -145,7 +157,7 @@ def build_stack(
         )
     except KernelNotFoundError as error:
         raise ConfigError(f"model.kernels: {error}", key="model.kernels") from None
-    layers, rows, steps = model.kv_layout.layers, model.kv_rows, config.scheduler
+    layers, rows = model.kv_layout.layers, model.kv_rows
     try:
         pool = KVPool(kv.num_blocks, layers, kv.block_tokens, rows.columns, rows.dtype, device)
     except MemoryError as error:
@@ -158,14 +170,6 @@ def build_stack(
     runner = ModelRunner(model, pool, host=host, grammars=grammars, threads=config.worker.threads)
     calibration = _prepare(runner, config, cancelled)
     blocks = BlockManager(kv.num_blocks, kv.block_tokens, pool.generations)
-    limits = SchedulerConfig(
-        max_num_seqs=steps.max_num_seqs,
-        max_batched_tokens=steps.max_batched_tokens,
-        max_chunk_tokens=steps.max_chunk_tokens,
-        policy=steps.policy,
-        max_overtaken=steps.max_overtaken,
-        host_blocks=kv.host_blocks,
-    )
     metrics.WORKER_MODEL_LOAD_TIME.set(seconds := time.monotonic() - started)
     log.info("model_loaded", family=facts.model.family, seconds=round(seconds, 2), pool_bytes=pool.nbytes)
     return EngineStack(
@@ -173,13 +177,13 @@ def build_stack(
         pool=pool,
         memory=PoolMemory.of_tensor(pool.tensor),
         blocks=blocks,
-        scheduler=StepScheduler(blocks, limits),
+        scheduler=StepScheduler(blocks, _step_limits(config)),
         runner=runner,
         limits=Limits(
             block_tokens=kv.block_tokens,
             num_blocks=kv.num_blocks,
             max_context_tokens=facts.max_context_tokens,
-            max_num_seqs=steps.max_num_seqs,
+            max_num_seqs=config.scheduler.max_num_seqs,
             vocab_size=facts.model.vocab_size,
         ),
         calibration=calibration,
