@@ -162,7 +162,10 @@ async def test_blocks_that_are_being_read_survive_pressure_on_their_owner(fleet:
         await faults.reached("data", held)
         for number in range(3):
             await walk.check(prompt(8 * BLOCK, 500 + number), f"squeeze-{number}", max_tokens=2)
-        assert (await inspect(owner.endpoint)).pinned_blocks == 5
+        pinned = (await inspect(owner.endpoint)).pinned_blocks
+        # A reader that has waited for too long has given them up.
+        given_up = (await inspect(fleet.workers["prefill-1"].endpoint)).quarantined_blocks == 5
+        assert pinned == 5 or given_up
         faults.free()
         done, _ = await slow
         # Whether the pull was in time or given up, the answer is right; which of them depends on the machine.
