@@ -12,6 +12,7 @@ both sides, and all bytes are compared.
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import replace
 from functools import partial
@@ -68,8 +69,9 @@ def check(setting: Setting, counts: list[int]) -> dict[str, object]:
     return found
 
 
-def main() -> None:
-    options = arguments(
+def parse() -> argparse.Namespace:
+    """The arguments."""
+    return arguments(
         __doc__ or "",
         ("--blocks", {"default": "1,16,256,2048", "help": "blocks of one read, several by comma"}),
         ("--layers", {"type": int, "default": 61}),
@@ -81,6 +83,10 @@ def main() -> None:
         ("--tls", {"default": "", "help": "UCX transports; by default all for a GPU, tcp,sm,self else"}),
         ("--rounds", {"type": int, "default": 5}),
     )
+
+
+def main() -> None:
+    options = parse()
     began = time.perf_counter()
     counts = [int(count) for count in options.blocks.split(",")]
     if options.quick:
