@@ -95,7 +95,9 @@ class BlockModel:
             oldest = self.oldest()
             self.blocks[oldest] = ModelBlock(generation=self.blocks[oldest].generation)
         strangers = set(given) - self.free()
-        assert not strangers, f"{strangers} were given out while others were free, or evicted before older ones"
+        assert not strangers, (
+            f"{strangers} were given out while others were free, or evicted before older ones"
+        )
         for index in given:
             self.blocks[index] = ModelBlock(refs=1, held=True, generation=self.blocks[index].generation)
 
