@@ -69,8 +69,8 @@ def check(setting: Setting, counts: list[int]) -> dict[str, object]:
     return found
 
 
-def asked() -> argparse.Namespace:
-    """What the command line says."""
+def parse() -> argparse.Namespace:
+    """The arguments."""
     return arguments(
         __doc__ or "",
         ("--blocks", {"default": "1,16,256,2048", "help": "blocks of one read, several by comma"}),
@@ -86,7 +86,7 @@ def asked() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = asked()
+    options = parse()
     began = time.perf_counter()
     counts = [int(count) for count in options.blocks.split(",")]
     if options.quick:

@@ -36,9 +36,19 @@ from twinpool.engine.tiny_tokenizer import write_tokenizer
 
 SHARD_BYTES = 2 << 30
 
-TOKENIZER_IDS = 384
-"""Of the tokenizer, however many the model has: prompts are ids. It fills what it has not learned with special tokens, and preparing
-grammars takes time that grows with the square of those: 90 s for 102,400."""
+LEARNED_IDS = 384
+"""Of the tokenizer's ids, those that it makes itself."""
+
+
+def write_large_tokenizer(path: Path, vocabulary: int, longest: int) -> None:
+    """A tokenizer of so many ids, most of which no text has. As plain words: preparing grammars takes time that grows with the square
+    of the special tokens, 90 s for 102,400."""
+    small = min(LEARNED_IDS, vocabulary)
+    write_tokenizer(path, small, longest)
+    file = path / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    whole["model"]["vocab"] |= {f"word{number}": number for number in range(small, vocabulary)}
+    file.write_text(json.dumps(whole))
 
 
 def write_model(path: Path, layers: int, device: str) -> int:
@@ -47,7 +57,7 @@ def write_model(path: Path, layers: int, device: str) -> int:
     shape = CONFIG if device != "cpu" else tiny_config("deepseek_v3", max_context=8192)
     raw = shape | {"num_hidden_layers": layers, "bos_token_id": 0, "eos_token_id": 1}
     (path / "config.json").write_text(json.dumps(raw))
-    write_tokenizer(path, min(TOKENIZER_IDS, int(raw["vocab_size"])), int(raw["max_position_embeddings"]))
+    write_large_tokenizer(path, int(raw["vocab_size"]), int(raw["max_position_embeddings"]))
     kernels = Kernels.select(REGISTRY, Capability("cpu"), torch.float32)
     model = PagedDecoder(ModelConfig.from_dict(raw), kernels, device="meta")
     where: dict[str, str] = {}

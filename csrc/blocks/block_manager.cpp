@@ -146,8 +146,8 @@ bool BlockManager::is_free(BlockId id) const noexcept {
   return id >= 0 && static_cast<std::size_t>(id) < blocks_.size() && at(id).state == BlockState::free;
 }
 
-/// A chain is evicted from its end, so what is free next tends to be a run that ends at the front of the free list: the walk
-/// goes back to where it begins. It makes no more steps than it then takes blocks.
+/// A chain is evicted from its end, so what is free next tends to be a run that ends at the front of the free list: the
+/// walk goes back to where it begins. It makes no more steps than it then takes blocks.
 void BlockManager::take_new(std::size_t count, std::vector<BlockId>& out) {
   while (free_.size() < count) {
     evict_oldest();

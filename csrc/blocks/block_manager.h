@@ -49,8 +49,8 @@ class BlockManager {
   [[nodiscard]] std::size_t lookup(std::span<const Hash128> hashes) const;
   /// Appends the blocks of the longest cached prefix to ``out``, one reference each; returns how many.
   std::size_t acquire_prefix(std::span<const Hash128> hashes, std::vector<BlockId>& out);
-  /// Appends ``count`` new blocks to ``out``; false and no change if there are not so many. Neighbours in rising order where
-  /// there are any, the one behind the last of ``out`` first: a transfer moves each run of them as one piece.
+  /// Appends ``count`` new blocks to ``out``; false and no change if there are not so many. Neighbours in rising order
+  /// where there are any, the one behind the last of ``out`` first: a transfer moves each run of them as one piece.
   bool allocate(std::size_t count, std::vector<BlockId>& out);
   /// The longest cached prefix of ``hashes`` and new blocks up to ``total`` in all, as long as ``spare`` blocks stay
   /// available after it; returns the length of the prefix, or nothing and no change.

@@ -59,8 +59,8 @@ TEST(BlockRuns, HeldBlocksPartThem) {
   EXPECT_EQ(pool.allocate(6), Ids({4, 5, 6, 0, 1, 2}));
 }
 
-/// Two managers get the same calls; one is asked for blocks one by one with nothing to go on, and so takes the front of its free
-/// list each time. Their blocks differ and nothing else does.
+/// Two managers get the same calls; one is asked for blocks one by one with nothing to go on, and so takes the front of
+/// its free list each time. Their blocks differ and nothing else does.
 class Twins {
  public:
   explicit Twins(std::size_t blocks)

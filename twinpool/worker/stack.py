@@ -143,8 +143,7 @@ def build_stack(
     allocated, or CANCELLED.
     """
     started = time.monotonic()
-    dtype, device, kv = DTYPES[config.model.dtype], config.worker.device, config.kv
-    enter_device(device)
+    dtype, device, kv = DTYPES[config.model.dtype], enter_device(config.worker.device), config.kv
     try:
         model = load_model(
             config.model.path,

@@ -87,7 +87,7 @@ class StepLoop:
         on_fatal: Callable[[str], None],
         pins: PrefixPins | None = None,
         tap: CacheTap | None = None,
-        enter: Callable[[], None] = lambda: None,
+        enter: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``enter`` is called first on the step thread; ``on_fatal`` is called there, once, with why it gave up. ``tap``

@@ -89,14 +89,16 @@ class BlockModel:
     # --- changes
 
     def took(self, given: list[int]) -> None:
-        """The manager gave these blocks out; they must have been free, or the oldest of the cached ones."""
+        """The manager gave these blocks out: no more of the cached ones than it had to, the oldest ones."""
+        assert len(set(given)) == len(given)
+        for _ in range(len(given) - len(self.free())):
+            oldest = self.oldest()
+            self.blocks[oldest] = ModelBlock(generation=self.blocks[oldest].generation)
+        strangers = set(given) - self.free()
+        assert not strangers, (
+            f"{strangers} were given out while others were free, or evicted before older ones"
+        )
         for index in given:
-            free = self.free()
-            if free:
-                assert index in free, f"{index} was given out while others were free"
-            else:
-                oldest = self.oldest()
-                assert index == oldest, f"{index} was evicted before {oldest}"
             self.blocks[index] = ModelBlock(refs=1, held=True, generation=self.blocks[index].generation)
 
     def oldest(self) -> int:
