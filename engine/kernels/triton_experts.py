@@ -18,32 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twinpool.engine.kernels.operations import ExpertWeights, Routing
 from twinpool.engine.kernels.triton_launch import overlap
-
-
-@triton.jit
-def _rows_of(
-    LISTS, COUNT, index, tiles, tokens, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
-    SINGLE: tl.constexpr,
-):  # fmt: skip
-    """The expert of the ``index``-th tile, its pairs, whether each is real, where its row of results lies, and whether there
-    is any. For a ``SINGLE`` token there is a tile for each expert that it goes to, and LISTS says which."""
-    if SINGLE:
-        row = tl.arange(0, ROWS)
-        expert = EXPERTS + index - CHOSEN
-        if index < CHOSEN:
-            expert = tl.load(LISTS + index).to(tl.int32)
-        return expert, row * 0 + index, row * 0, row * 0 + index, row < 1, True
-    expert = index // tiles
-    tile = index % tiles
-    row = tile * ROWS + tl.arange(0, ROWS)
-    count = tokens
-    if expert < EXPERTS:
-        count = tl.load(COUNT + expert)
-    real = row < count
-    pair = tl.load(LISTS + expert * tokens + row, mask=real & (expert < EXPERTS), other=0)
-    token = tl.where(expert < EXPERTS, pair // CHOSEN, tl.where(real, row, 0))
-    part = tl.where(expert < EXPERTS, pair % CHOSEN, CHOSEN + expert - EXPERTS)
-    return expert, pair, token, part, real, tile * ROWS < count
+from twinpool.engine.kernels.triton_tiles import rows_of
 
 
 @triton.jit
@@ -62,7 +37,7 @@ def _gate_up(
     SINGLE: tl.constexpr,
 ):  # fmt: skip
     """The ``run``-th columns of ``silu(gate) * up`` for tile ``slot`` of the experts' lists: ``OUT [tokens, parts, WIDTH]``."""
-    expert, _pair, token, part, real, some = _rows_of(
+    expert, _pair, token, part, real, some = rows_of(
         LISTS, COUNT, slot, tiles, tokens, ROWS, EXPERTS, CHOSEN, SINGLE
     )
     if some:
@@ -98,7 +73,7 @@ def _down(
 ):  # fmt: skip
     """The ``run``-th columns of the down product for tile ``slot``, scaled by the pairs' weights, once the tile's counter in
     DONE is ``needed``: ``OUT [tokens, parts, SIZE]``."""
-    expert, pair, token, part, real, some = _rows_of(
+    expert, pair, token, part, real, some = rows_of(
         LISTS, COUNT, slot, tiles, tokens, ROWS, EXPERTS, CHOSEN, SINGLE
     )
     if some:

@@ -16,10 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twinpool.engine.kernels import triton_fp8_moe_large
 from twinpool.engine.kernels.operations import Fp8ExpertWeights, Fp8Weight, Routing
 from twinpool.engine.kernels.triton_fp8_linear import BLOCK, code_product, fp8_linear
-from twinpool.engine.kernels.triton_fp8_tiles import Tile, rows_of
+from twinpool.engine.kernels.triton_fp8_tiles import Tile
 from twinpool.engine.kernels.triton_fused import silu_mul
 from twinpool.engine.kernels.triton_launch import overlap
 from twinpool.engine.kernels.triton_moe import lists_of
+from twinpool.engine.kernels.triton_tiles import rows_of
 
 PACK_PAIRS = 64
 """Rows of an expert, in the mean, from which activations are packed: then the product is bound by the matrix unit."""

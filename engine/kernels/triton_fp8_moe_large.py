@@ -13,8 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twinpool.engine.kernels.operations import Fp8Weight
 from twinpool.engine.kernels.triton_fp8_linear import BLOCK, code_product, pack_rows, pack_runs
-from twinpool.engine.kernels.triton_fp8_tiles import Tile, tile_of
+from twinpool.engine.kernels.triton_fp8_tiles import Tile
 from twinpool.engine.kernels.triton_launch import overlap
+from twinpool.engine.kernels.triton_tiles import tile_of
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twinpool.engine.kernels.triton_launch import overlap
+from twinpool.engine.kernels.triton_tiles import tile_of
 
 
 @triton.jit
@@ -24,18 +25,6 @@ def _product(left, right, acc, CAST: tl.constexpr):
     if CAST:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision="ieee")
-
-
-@triton.jit
-def _tile_of(COUNT, slot, EXPERTS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of the ``slot``-th tile (``EXPERTS`` past the last), the rows of its list before the tile, its length."""
-    expert = tl.arange(0, PAD)
-    count = tl.load(COUNT + expert, mask=expert < EXPERTS, other=0)
-    tiles = (count + ROWS - 1) // ROWS
-    end = tl.cumsum(tiles, 0)
-    found = tl.sum(((end <= slot) & (expert < EXPERTS)).to(tl.int32), 0)
-    before = tl.sum(tl.where(expert < found, tiles, 0), 0)
-    return found, (slot - before) * ROWS, tl.sum(tl.where(expert == found, count, 0), 0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -49,7 +38,7 @@ def gate_up_large(
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.program_id(1)
-    expert, begin, count = _tile_of(COUNT, slot, EXPERTS, PAD, ROWS)
+    expert, begin, count = tile_of(COUNT, slot, EXPERTS, PAD, ROWS)
     if expert < EXPERTS:
         line = begin + tl.arange(0, ROWS)
         real = line < count
@@ -82,7 +71,7 @@ def down_large(
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.program_id(1)
-    expert, begin, count = _tile_of(COUNT, slot, EXPERTS, PAD, ROWS)
+    expert, begin, count = tile_of(COUNT, slot, EXPERTS, PAD, ROWS)
     if expert < EXPERTS:
         line = begin + tl.arange(0, ROWS)
         real = line < count

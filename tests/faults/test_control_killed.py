@@ -20,7 +20,7 @@ from tests.faults.conftest import ROUTER
 from tests.faults.test_control_lost import LONG_WAIT
 from tests.faults.test_scale import KEYS, Scaled
 from tests.support.kill_points import ENTRY, KILL_VARIABLE, POINTS, STEPS, arm, kind_name
-from tests.support.load import under_load
+from tests.support.load import Load, under_load
 from tests.support.quiescence import assert_quiescent
 from tests.support.ray_head import RayHead
 from tests.support.waiting import until, until_told
@@ -222,6 +222,15 @@ async def test_another_one_ends_what_was_begun(killed: Killed, kind: str, step: 
     await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
 
 
+async def assert_went_well(killed: Killed, case: Case, begun: pb.Operation, load: Load) -> None:
+    """What was asked for is there, and nobody who asked for answers meanwhile has noticed."""
+    found = killed.operation(begun.id)
+    assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
+    assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
+    await until(lambda: (killed.wanted(), killed.there()) == (case.wanted, case.there), LONG_WAIT)
+    await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "where"),
     [
@@ -260,11 +269,7 @@ async def test_etcd_that_stands_still_is_waited_for_and_that_is_said(
         assert begun is not None
         await until(lambda: killed.operation(begun.id).state != pb.OPERATION_STATE_RUNNING, LONG_WAIT)
         await load.more(2)
-    found = killed.operation(begun.id)
-    assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
-    assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
-    await until(lambda: (killed.wanted(), killed.there()) == (case.wanted, case.there), LONG_WAIT)
-    await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
+    await assert_went_well(killed, case, begun, load)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +293,7 @@ async def test_etcd_that_is_killed_and_comes_back_with_what_it_held(
         assert begun is not None
         await until(lambda: killed.operation(begun.id).state != pb.OPERATION_STATE_RUNNING, LONG_WAIT)
         await load.more(2)
-    found = killed.operation(begun.id)
-    assert (found.state, found.error) == (pb.OPERATION_STATE_SUCCEEDED, "")
-    assert [outcome.reason for outcome in load.outcomes if outcome.error is not None] == []
-    await until(lambda: (killed.wanted(), killed.there()) == (case.wanted, case.there), LONG_WAIT)
-    await assert_quiescent([record.endpoint for record in killed.workers().values()], within=LONG_WAIT)
+    await assert_went_well(killed, case, begun, load)
 
 
 @pytest.mark.parametrize(

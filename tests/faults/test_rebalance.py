@@ -128,9 +128,8 @@ async def test_a_pool_is_rebalanced_to_and_fro_under_load(pool: Pool, rounds: in
     others = sorted(other for _, other in taken)
     print(f"drain at most {max(drain for drain, _ in taken):.3f} s, the rest {others}")
     # What is not the drain is a dozen writes to etcd, two calls and the exchange of an object: some 50 ms of work, none of which
-    # waits for requests. A machine that is many times overloaded stretches a few of them, but not one half: the median is what is
-    # promised of each, and each ends within the drain that it was given.
-    assert others[len(others) // 2] < BESIDE_SECONDS
+    # waits for requests.
+    assert others[-1] < BESIDE_SECONDS
     assert all(operation["seconds"] < DRAIN_SECONDS + BESIDE_SECONDS for operation in flips)
     after = await pool.workers()
     assert {name: record.worker.incarnation for name, record in after.items()} == {

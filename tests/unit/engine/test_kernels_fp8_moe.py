@@ -5,7 +5,6 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined, hence before the imports below.
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from tests.support.float8 import widen
+from tests.unit.engine.interpreted import interpreted
 from twinpool.engine.config import Family
 from twinpool.engine.kernels import (
     REGISTRY,
     Capability,
-    KernelRegistry,
     Kernels,
-    Requirement,
     torch_fp8_moe,
     triton_fp8_linear,
     triton_fp8_moe,
@@ -185,18 +183,6 @@ def test_from_many_rows_an_expert_up_activations_are_packed(
     error = relative_error(found.double().sum(1), reference(hidden, routing, experts))
     assert 1e-3 < error <= 3 * PACKED  # of what gate and up are made of, and of their product
     assert relative_error(exact, reference(hidden, routing, experts)) <= 1e-5
-
-
-def interpreted() -> KernelRegistry:
-    """The built-in kernels, with those of Triton preferred on this CPU."""
-    found = KernelRegistry()
-    needed = {field.name for field in dataclasses.fields(Kernels)}
-    for kernel in REGISTRY.kernels():
-        if kernel.operation in needed and kernel.backend == "torch":
-            found.add(kernel)
-        elif kernel.backend == "triton":
-            found.add(dataclasses.replace(kernel, requires=Requirement()))
-    return found
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

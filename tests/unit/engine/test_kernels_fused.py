@@ -5,7 +5,6 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined, hence before the imports below.
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,10 @@ import torch
 from attention_cases import make_case, relative_error
 from engine_oracle import PagedRun
 
+from tests.unit.engine.interpreted import interpreted
 from twinpool.engine.config import Family
 from twinpool.engine.kernels import (
     REGISTRY,
-    KernelRegistry,
-    Kernels,
-    Requirement,
     torch_fused,
     triton_ends,
     triton_fused,
@@ -165,18 +162,6 @@ def test_experts_match_float64(tokens: int, shared: int, dtype: torch.dtype) -> 
     )
     assert found.shape == (tokens, 2 + shared, size)
     assert relative_error(found.double().sum(1), expected) <= TOLERANCE[dtype]
-
-
-def interpreted() -> KernelRegistry:
-    """The built-in kernels, with those of Triton preferred on this CPU."""
-    found = KernelRegistry()
-    needed = {field.name for field in dataclasses.fields(Kernels)}
-    for kernel in REGISTRY.kernels():
-        if kernel.operation in needed and kernel.backend == "torch":
-            found.add(kernel)
-        elif kernel.backend == "triton":
-            found.add(dataclasses.replace(kernel, requires=Requirement()))
-    return found
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

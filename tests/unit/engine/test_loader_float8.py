@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.unit.engine.test_loader_checkpoint import edit
 from twinpool.engine.checkpoint import INDEX_FILE, SINGLE_FILE
 from twinpool.engine.config import ModelConfig
 from twinpool.engine.float8_config import FLOAT8
@@ -35,12 +36,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def single(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine, tmp_path / "model")
-
-
-def edit(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = SINGLE_FILE) -> None:
-    tensors = load_file(path / file)
-    change(tensors)
-    save_file(tensors, path / file)
 
 
 def configure(path: Path, value: object) -> None:
