@@ -16,6 +16,9 @@ pip() { "$prefix/bin/python" -m pip --disable-pip-version-check --no-cache-dir -
 pip install --no-compile ${index:+--index-url "$index"} "$(grep -E '^torch==' "$constraints")"
 pip install --no-compile -c "$constraints" "$wheel[$extra,fast,tracing]"
 "$prefix/bin/twinpool" version
+# An index, or a directory of wheels that pip is told of, may have the other build under the same version.
+found=$("$prefix/bin/python" -c 'import torch; print("cuda" if torch.version.cuda else "cpu")')
+[ "$found" = "$variant" ] || { echo "torch is the build for $found, not for $variant" >&2; exit 1; }
 # What is in it, for whoever asks; nothing is installed into it any more.
 "$prefix/bin/python" -m pip --disable-pip-version-check list --format freeze | grep -v '^pip==' | sort >"$prefix/installed.txt"
 test -s "$prefix/installed.txt"
