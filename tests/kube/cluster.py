@@ -139,8 +139,9 @@ class Cluster:
 
 
 if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     directory = Path(tempfile.mkdtemp(prefix="kube-"))
     with Cluster(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]], directory) as cluster:
         print(f"export KUBECONFIG={cluster.kubeconfig}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+        # Either ends it in order.
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -12,7 +12,7 @@ import pytest
 from tests.kube.cluster import Cluster
 from tests.kube.release import Release
 from tests.support.chart import find_helm, find_kubectl
-from twinpool.tiny import write_tiny
+from twinpool.engine.tiny import write_tiny
 
 BINARIES = "TWINPOOL_KUBE_BINARIES"
 IMAGES = "TWINPOOL_KUBE_IMAGES"

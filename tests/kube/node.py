@@ -43,6 +43,9 @@ address = "/run/containerd/containerd.sock"
 snapshotter = "overlayfs"
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
 sandbox = "{pause}"
+[plugins.'io.containerd.cri.v1.runtime']
+# Containers of machines that may not lower it themselves.
+restrict_oom_score_adj = true
 [plugins.'io.containerd.cri.v1.runtime'.cni]
 bin_dirs = ["/usr/lib/cni"]
 conf_dir = "{work}/cni"
@@ -176,6 +179,7 @@ class Node:
             f"--service-cluster-ip-range={SERVICES}",
             f"--token-auth-file={self.write('users.csv', USERS)}",
             "--authorization-mode=RBAC",
+            "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged=true",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={key}",

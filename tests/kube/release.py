@@ -108,7 +108,7 @@ class Release:
     def twinpool(self, *arguments: str) -> str:
         """An operator's command, by kubectl's port-forward."""
         where = ("--kube-context", "here", "--namespace", NAMESPACE, "--release", NAME)
-        return self.call(sys.executable, "-m", "twinpool", *arguments, *where)
+        return self.call(str(Path(sys.executable).with_name("twinpool")), *arguments, *where)
 
     def pods(self, component: str | None = None) -> list[dict[str, Any]]:
         """The pods that are not about to end."""
