@@ -30,7 +30,7 @@ test: $(STAMP) ctest ## All tests of the fast tiers
 
 test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow ones included
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario tests/chart
-	$(PY) -m pytest -m "not gpu" tests/integration tests/faults tests/compat tests/pods
+	$(PY) -m pytest -m "not gpu" tests/integration tests/faults tests/compat tests/pods tests/kube
 
 ctest: ## C++ tests
 	cmake -S . -B build/ctest -DTWINPOOL_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null

@@ -12,6 +12,7 @@ import pytest
 from tests.kube.cluster import Cluster
 from tests.kube.release import Release
 from tests.support.chart import find_helm, find_kubectl
+from tests.support.netns import NoNamespacesError, check_machine
 from twinpool.engine.tiny import write_tiny
 
 BINARIES = "TWINPOOL_KUBE_BINARIES"
@@ -31,8 +32,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes. docs/operations.md says where their binaries come from."""
     if not (binaries := os.environ.get(BINARIES)) or not (images := os.environ.get(IMAGES)):
         pytest.skip(f"{BINARIES} and {IMAGES} say where Kubernetes's binaries and the images are")
-    if os.geteuid():
-        pytest.skip("namespaces and control groups are made by root")
+    try:
+        check_machine()
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
     work = tmp_path_factory.mktemp("cluster")
     with Cluster(Path(binaries), [Path(name) for name in images.split(os.pathsep)], work) as made:
         yield made

@@ -9,6 +9,7 @@ own by CNI's ``ptp``, which routes: a bridge would need br_netfilter for Service
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ PODS: Final = "10.244.0.0/16"
 API_PORT: Final = 6443
 TOKEN: Final = "of-this-node-alone"
 START_SECONDS: Final = 240.0
+CGROUP: Final = "twinpool-kube-"
+"""How the control groups begin that the pods of a node are below."""
 PAUSE: Final = "localhost/pause:0"
 
 # What the tests themselves run outside of the cluster's own access control, all of it on a network that nothing else reaches.
@@ -91,23 +94,21 @@ def answers(url: str) -> bool:
         return False
 
 
-def cgroup(work: Path) -> str:
-    """The name of the control groups that all pods of a node are below."""
-    return f"twinpool-{work.parent.name}-{work.name}"
-
-
-def make_cgroups(work: Path) -> None:
-    """One in each hierarchy of version 1, or the one of version 2."""
-    for hierarchy in hierarchies():
-        (hierarchy / cgroup(work)).mkdir(exist_ok=True)
-
-
 def hierarchies() -> list[Path]:
-    """Where control groups are made."""
+    """Where control groups are made: in each hierarchy of version 1, or in the one of version 2."""
     root = Path("/sys/fs/cgroup")
     if (root / "cgroup.controllers").exists():
         return [root]
     return [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def remove_cgroups() -> None:
+    """Removes the control groups of nodes, but those that something runs in."""
+    for hierarchy in hierarchies():
+        for top in hierarchy.glob(f"{CGROUP}*"):
+            for path, _directories, _files in os.walk(top, topdown=False):
+                with contextlib.suppress(OSError):
+                    Path(path).rmdir()
 
 
 def pods(number: int) -> str:
@@ -121,6 +122,7 @@ class Node:
     def __init__(self, work: Path, binaries: Path, number: int, addresses: list[str]) -> None:
         self.work, self.binaries, self.address = work, binaries, addresses[number]
         self.name, self.pods = f"node-{number}", pods(number)
+        self.cgroup = f"{CGROUP}{self.address}"
         self.api = f"https://{addresses[0]}:{API_PORT}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -237,7 +239,7 @@ class Node:
             "authorization": {"mode": "AlwaysAllow"},
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
             "cgroupDriver": "cgroupfs",
-            "cgroupRoot": f"/{cgroup(self.work)}",
+            "cgroupRoot": f"/{self.cgroup}",
             "failCgroupV1": False,
             "failSwapOn": False,
             "clusterDNS": [DNS],
@@ -290,7 +292,9 @@ class Node:
         while True:
             try:
                 zone = named(self.get("api/v1/services"), self.get("apis/discovery.k8s.io/v1/endpointslices"))
-            except OSError:
+            except OSError as error:
+                print(f"names: {error}", flush=True)
+                time.sleep(0.5)
                 continue
             fresh = self.work / "zone.new"
             fresh.write_text(json.dumps(zone))
@@ -340,8 +344,9 @@ def main(work: Path, binaries: Path, number: int, addresses: list[str]) -> None:
     for other, address in enumerate(addresses):
         if other != number:
             run("ip", "route", "add", pods(other), "via", address)
-    make_cgroups(work)
     node = Node(work, binaries, number, addresses)
+    for hierarchy in hierarchies():
+        (hierarchy / node.cgroup).mkdir(exist_ok=True)
     node.kubeconfig()
     if number == 0:
         node.control_plane()

@@ -127,10 +127,6 @@ class Release:
         """The address of a Service."""
         return self.kubectl("get", "service", service, "-o", "jsonpath={.spec.clusterIP}").strip()
 
-    def inside(self, *command: str) -> list[str]:
-        """A command on the first node's network, from where Services and pods are reached."""
-        return ["nsenter", f"--net=/run/netns/{self.cluster.space(0)}", *command]
-
 
 class Load:
     """Clients that ask without a pause on the first node. Use as a context manager; ``finish`` before its end."""
@@ -152,7 +148,7 @@ class Load:
         ]
         with self.log.open("wb") as out, self.errors.open("wb") as err:
             self.process = subprocess.Popen(
-                self.release.inside(*asking), stdout=out, stderr=err, env=self.release.env, cwd=ROOT
+                self.release.cluster.inside(*asking), stdout=out, stderr=err, env=self.release.env, cwd=ROOT
             )
         return self
 

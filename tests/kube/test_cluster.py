@@ -61,7 +61,7 @@ def at_rest(release: Release) -> None:
     source = "import asyncio, sys; from tests.support.quiescence import assert_quiescent; "
     source += "asyncio.run(assert_quiescent(sys.argv[1:], within=60))"
     release.call(
-        *release.inside(sys.executable, "-c", source, *(f"{address}:50052" for address in addresses))
+        *release.cluster.inside(sys.executable, "-c", source, *(f"{address}:50052" for address in addresses))
     )
 
 
@@ -91,7 +91,7 @@ def test_the_agent_of_the_examples_is_served(release: Release, checkpoint: Path)
     said = []
     for way, port in (("--http", 8000), ("--grpc", 50051)):
         agent = [sys.executable, str(AGENT / "agent.py"), way, f"{address}:{port}"]
-        printed = release.call(*release.inside(*agent))
+        printed = release.call(*release.cluster.inside(*agent))
         turns = re.findall(r"^ *\d+ ms +\d+ of +\d+ cached  (.*)$", printed, re.MULTILINE)
         assert [turn.partition("(")[0] for turn in turns[:2]] == ["weather", "trains"], printed
         said.append(turns)
