@@ -14,12 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
 from tests.kube.node import START_SECONDS, remove_cgroups
 from tests.support.netns import Host, Network, bound
+from tests.support.waiting import until_sync
 
 ROOT: Final = Path(__file__).parents[2]
 NODES: Final = 2
@@ -81,13 +82,17 @@ class Cluster:
             self.processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
 
     def _wait(self) -> None:
-        end = time.monotonic() + 3 * START_SECONDS
         for number, process in enumerate(self.processes):
-            while not (self.place(number) / "ready").exists():
-                if process.poll() is not None or time.monotonic() > end:
-                    told = (self.place(number) / "node.log").read_text()[-2000:]
-                    raise RuntimeError(f"node {number} did not start: {told}")
-                time.sleep(0.2)
+            ready, ended = self.place(number) / "ready", process.poll
+
+            def told(ready: Path = ready, ended: Callable[[], int | None] = ended) -> bool:
+                return ready.exists() or ended() is not None
+
+            with contextlib.suppress(TimeoutError):
+                until_sync(told, 3 * START_SECONDS)
+            if not ready.exists():
+                log = (self.place(number) / "node.log").read_text()[-2000:]
+                raise RuntimeError(f"node {number} did not start: {log}")
 
     def _end(self) -> None:
         for process in self.processes:

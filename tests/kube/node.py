@@ -17,11 +17,12 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
+
+from tests.support.waiting import until_sync
 
 DNS: Final = "10.97.0.10"
 SERVICES: Final = "10.96.0.0/16"
@@ -29,6 +30,8 @@ PODS: Final = "10.244.0.0/16"
 API_PORT: Final = 6443
 TOKEN: Final = "of-this-node-alone"
 START_SECONDS: Final = 240.0
+NAMES_SECONDS: Final = 0.5
+"""How old the DNS's names may be."""
 CGROUP: Final = "twinpool-kube-"
 """How the control groups begin that the pods of a node are below."""
 PAUSE: Final = "localhost/pause:0"
@@ -61,11 +64,14 @@ SystemdCgroup = false
 
 def until(what: str, holds: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
     """Waits for a condition; ends this node if it does not come true."""
-    end = time.monotonic() + START_SECONDS
-    while not holds():
-        if time.monotonic() > end or (process is not None and process.poll() is not None):
-            fail(f"{what} did not become ready")
-        time.sleep(0.1)
+
+    def over() -> bool:
+        return holds() or (process is not None and process.poll() is not None)
+
+    with contextlib.suppress(TimeoutError):
+        until_sync(over, START_SECONDS)
+    if not holds():
+        fail(f"{what} did not become ready")
 
 
 def fail(message: str) -> NoReturn:
@@ -287,19 +293,18 @@ class Node:
             found: list[dict[str, Any]] = json.loads(reply.read())["items"]
             return found
 
-    def names(self) -> None:
+    def names(self) -> NoReturn:
         """Keeps the DNS's names like the Services and their endpoints."""
+        pause = threading.Event()
         while True:
             try:
                 zone = named(self.get("api/v1/services"), self.get("apis/discovery.k8s.io/v1/endpointslices"))
+                fresh = self.work / "zone.new"
+                fresh.write_text(json.dumps(zone))
+                fresh.replace(self.work / "zone.json")
             except OSError as error:
                 print(f"names: {error}", flush=True)
-                time.sleep(0.5)
-                continue
-            fresh = self.work / "zone.new"
-            fresh.write_text(json.dumps(zone))
-            fresh.replace(self.work / "zone.json")
-            time.sleep(0.5)
+            pause.wait(NAMES_SECONDS)
 
     def ready(self) -> bool:
         """Whether pods can be placed on the node."""

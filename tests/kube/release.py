@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,6 +16,7 @@ import yaml
 from tests.kube.cluster import Cluster
 from tests.support.chart import CHART, ROOT
 from tests.support.oracle import Oracle
+from tests.support.waiting import until_sync
 
 NAMESPACE: Final = "llm"
 NAME: Final = "rel"
@@ -50,10 +50,11 @@ class Release:
 
     def __init__(self, cluster: Cluster, helm: str, kubectl: str, work: Path) -> None:
         self.cluster, self.helm_path, self.kubectl_path, self.work = cluster, helm, kubectl, work
-        # Commands of the product find kubectl in the PATH.
+        # Commands of the product find them in the PATH.
         tools = work / "bin"
         tools.mkdir()
-        (tools / "kubectl").symlink_to(kubectl)
+        for name, path in (("kubectl", kubectl), ("helm", helm)):
+            (tools / name).symlink_to(path)
         self.env = os.environ | {
             "KUBECONFIG": str(cluster.kubeconfig),
             "PATH": f"{tools}:{os.environ['PATH']}",
@@ -162,11 +163,9 @@ class Load:
 
     def more(self, number: int) -> None:
         """Waits for so many further answers."""
-        wanted, end = self.count() + number, time.monotonic() + WAIT_SECONDS
-        while self.count() < wanted:
-            assert self.process.poll() is None, self.errors.read_text()[-2000:]
-            assert time.monotonic() < end, self.release.state()
-            time.sleep(0.1)
+        wanted = self.count() + number
+        until_sync(lambda: self.count() >= wanted or self.process.poll() is not None, WAIT_SECONDS)
+        assert self.process.poll() is None, self.errors.read_text()[-2000:]
 
     def finish(self) -> None:
         """Lets each client finish what it has asked."""
