@@ -67,9 +67,12 @@ app.command(name="kernels")(kernels_command)
 
 
 @app.command()
-def version(output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text") -> None:
+def version(
+    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+) -> None:
     """Print the version."""
-    if output == "json":
+    if as_json or output == "json":
         print(json.dumps({"twinpool": twinpool.__version__, "python": platform.python_version()}))
     else:
         print(f"twinpool {twinpool.__version__}")

@@ -349,6 +349,8 @@ def main(work: Path, binaries: Path, number: int, addresses: list[str]) -> None:
     for other, address in enumerate(addresses):
         if other != number:
             run("ip", "route", "add", pods(other), "via", address)
+    # A route is looked for before kube-proxy says where a connection of the node's own goes.
+    run("ip", "route", "add", SERVICES, "dev", "eth0")
     node = Node(work, binaries, number, addresses)
     for hierarchy in hierarchies():
         (hierarchy / node.cgroup).mkdir(exist_ok=True)
