@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from twinpool._core import cover_blocks
 from twinpool.transfer.base import Blocks
 
 MERGE_GAP = 512
 """Entries (4 KiB of them) that may be read in vain to save a descriptor."""
 
-_FEW = 64
 _FIRST = np.zeros(1, np.int64)
 
 
@@ -24,28 +24,9 @@ def cover(blocks: Blocks, gap: int = MERGE_GAP) -> tuple[Blocks, NDArray[np.inte
 
     Neighbours that are at most ``gap`` apart are joined into one run. ``entries[positions[i]] == blocks[i]``.
     """
-    if len(blocks) == 0:
-        return np.empty(0, np.int32), np.empty(0, np.int64)
     if len(blocks) == 1:
         return blocks, _FIRST
-    low, high = _bounds(blocks)
-    if high - low <= gap:
-        # The usual case, at a third of the cost of the general one.
-        return np.arange(low, high + 1, dtype=np.int32), blocks - low
-    ordered = np.unique(blocks)
-    breaks = np.flatnonzero(np.diff(ordered) > gap) + 1
-    starts = ordered[np.concatenate(([0], breaks))]
-    ends = ordered[np.concatenate((breaks - 1, [len(ordered) - 1]))] + 1
-    entries = np.concatenate([np.arange(lo, hi, dtype=np.int32) for lo, hi in zip(starts, ends, strict=True)])
-    return entries, np.searchsorted(entries, blocks)
-
-
-def _bounds(blocks: Blocks) -> tuple[int, int]:
-    """Least and greatest block. NumPy needs 2 µs for either, however few there are."""
-    if len(blocks) <= _FEW:
-        few = blocks.tolist()
-        return min(few), max(few)
-    return int(blocks.min()), int(blocks.max())
+    return cover_blocks(blocks, gap)
 
 
 def count_runs(remote: Blocks, local: Blocks) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from twinpool._core import read_ticket
 from twinpool.transfer.base import AttemptKey, Blocks, Generations
 from twinpool.transfer.fence import HandoffFailure, HandoffFault
 from twinpool.v1 import handoff_pb2
@@ -65,56 +64,23 @@ class Ticket:
 def parse_ticket(
     message: handoff_pb2.Ticket, *, pool_blocks: int, shape: PromptShape
 ) -> Ticket | HandoffFailure:
-    """Checks ``message`` against itself, the owner's pool of ``pool_blocks`` blocks and the prompt."""
-    # A message's lists and its lease are read once: each look into them costs microseconds, and a prompt waits.
-    lease_nanos = message.lease.seconds * 1_000_000_000 + message.lease.nanos
-    problem = _size_problem(message, shape)
-    blocks: list[int] = []
-    if problem is None:
-        blocks = list(message.blocks)
-        problem = _problem(message, blocks, lease_nanos, pool_blocks, shape)
-    if problem is not None:
-        return HandoffFailure.of(HandoffFault.BAD_TICKET, problem)
-    return Ticket(
-        transfer_id=message.transfer_id,
-        attempt=AttemptKey.of(message.id),
-        first_block=message.first_block,
-        blocks=np.array(blocks, dtype=np.int32),
-        generations=np.array(list(message.generations), dtype=np.uint64),
-        digests=tuple(message.digests),
-        length_tokens=message.length_tokens,
-        lease_seconds=lease_nanos / 1e9,
+    """Checks ``message`` against itself, the owner's pool of ``pool_blocks`` blocks and the prompt.
+
+    The core reads its bytes: Python needs a microsecond for each look into a message, and many for its lists.
+    """
+    read = read_ticket(
+        message.SerializeToString(), pool_blocks, shape.prompt_tokens, shape.block_tokens, LEASE_SECONDS_MAX
     )
-
-
-def _size_problem(message: handoff_pb2.Ticket, shape: PromptShape) -> str | None:
-    """What can be said before anything that takes time with the number of blocks."""
-    count = len(message.blocks)
-    end = message.first_block + count
-    if message.transfer_id == 0:
-        return "transfer id 0"
-    if end > shape.prompt_blocks:
-        return f"blocks up to {end} for a prompt of {shape.prompt_blocks}"
-    if len(message.generations) != count:
-        return f"{len(message.generations)} generations for {count} blocks"
-    if len(message.digests) not in (0, count):
-        return f"{len(message.digests)} digests for {count} blocks"
-    return None
-
-
-def _problem(
-    message: handoff_pb2.Ticket, blocks: list[int], lease_nanos: int, pool_blocks: int, shape: PromptShape
-) -> str | None:
-    count = len(blocks)
-    end = message.first_block + count
-    if count and max(blocks) >= pool_blocks:
-        return f"block {max(blocks)} is outside the owner's pool of {pool_blocks}"
-    if len(set(blocks)) != count:
-        return "a block is named twice"
-    if message.length_tokens != shape.tokens_at(end):
-        return (
-            f"{message.length_tokens} tokens up to block {end}, the prompt has {shape.tokens_at(end)} there"
-        )
-    if not 0 < lease_nanos <= LEASE_SECONDS_MAX * 1_000_000_000:
-        return f"the lease is not positive, or longer than {LEASE_SECONDS_MAX} s"
-    return None
+    if isinstance(read, str):
+        return HandoffFailure.of(HandoffFault.BAD_TICKET, read)
+    transfer_id, first_block, blocks, generations, digests, length_tokens, lease_seconds = read
+    return Ticket(
+        transfer_id=transfer_id,
+        attempt=AttemptKey.of(message.id),
+        first_block=first_block,
+        blocks=blocks,
+        generations=generations,
+        digests=digests,
+        length_tokens=length_tokens,
+        lease_seconds=lease_seconds,
+    )

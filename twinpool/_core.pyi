@@ -29,6 +29,20 @@ def hash_blocks(parent: bytes, tokens: Tokens, block_tokens: int) -> Hashes:
 def block_digest(data: int, stride_bytes: int, length_bytes: NDArray[np.int64]) -> NDArray[np.uint64]:
     """XXH64 of the first ``length_bytes[i]`` bytes at ``data + i * stride_bytes``, for each of ``n`` blocks in CPU memory."""
 
+# --- transfer -----------------------------------------------------------------------------
+
+def cover_blocks(blocks: Blocks, gap: int) -> tuple[Blocks, NDArray[np.int64]]:
+    """Ascending entries that cover ``blocks``, runs at most ``gap`` apart joined, and where in them each block is.
+
+    ``entries[positions[i]] == blocks[i]``."""
+
+def read_ticket(
+    message: bytes, pool_blocks: int, prompt_tokens: int, block_tokens: int, lease_seconds_max: int
+) -> str | tuple[int, int, Blocks, NDArray[np.uint64], tuple[int, ...], int, float]:
+    """A serialised Ticket of the hand-off: transfer id, first block, blocks, generations, digests, tokens, seconds of the lease.
+
+    A string says why it contradicts itself, the owner's pool or the prompt."""
+
 # --- blocks -------------------------------------------------------------------------------
 
 class CoreError(Exception):

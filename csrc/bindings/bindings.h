@@ -25,6 +25,7 @@ void bind_hash(py::module_& module);
 void bind_blocks(py::module_& module);
 void bind_scheduler(py::module_& module);
 void bind_router(py::module_& module);
+void bind_transfer(py::module_& module);
 
 /// Locks a core object that several Python threads share. A blocked thread waits without the GIL, so a holder may take
 /// the GIL while it holds the lock, and no pair of them can wait for each other.

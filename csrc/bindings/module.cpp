@@ -11,4 +11,5 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_blocks(module);
   bindings::bind_scheduler(module);
   bindings::bind_router(module);
+  bindings::bind_transfer(module);
 }

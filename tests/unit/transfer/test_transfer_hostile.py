@@ -50,7 +50,7 @@ def test_the_longest_lease_is_believed() -> None:
 
 
 def test_a_ticket_with_a_million_blocks_is_refused_by_their_number() -> None:
-    """It is in no prompt, which is known without a look at a single one of them."""
+    """It is in no prompt, which is said before they are compared with anything."""
     found = parse_ticket(ticket(1_000_000), pool_blocks=1 << 30, shape=SHAPE)
     assert isinstance(found, HandoffFailure)
     assert found.detail == "blocks up to 1000000 for a prompt of 3"
