@@ -109,7 +109,8 @@ class MlaStep:
     """What a step of latent attention starts from.
 
     ``query [T, heads, nope + rope]`` and ``kv [T, latent + rope]`` as projected; ``weight [latent]`` and ``eps`` of the
-    latent's norm; ``cos`` and ``sin [T, 1, rope]`` as in ``rotary.RotaryTables``.
+    latent's norm; ``cos`` and ``sin [T, 1, rope]`` as in ``rotary.RotaryTables``. ``in_place``: the rotated parts take
+    their places in ``query`` too, for attention with expanded keys.
     """
 
     query: Tensor
@@ -118,6 +119,7 @@ class MlaStep:
     eps: float
     cos: Tensor
     sin: Tensor
+    in_place: bool = False
 
 
 class MlaRows(Protocol):

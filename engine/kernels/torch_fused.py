@@ -35,6 +35,8 @@ def mla_queries(step: MlaStep) -> tuple[Tensor, Tensor]:
     rope = step.kv.shape[1] - latent
     out = step.query.new_empty(*step.query.shape[:2], latent + rope)
     out[..., latent:] = rotate(step.query[..., -rope:], step.cos, step.sin)
+    if step.in_place:
+        step.query[..., -rope:] = out[..., latent:]
     normed = F.rms_norm(step.kv[:, :latent], (latent,), step.weight, step.eps)
     return out, torch.cat((normed, rotate(step.kv[:, None, latent:], step.cos, step.sin)[:, 0]), dim=-1)
 

@@ -156,6 +156,8 @@ def mla_rows(step: MlaStep, pages: Tensor, batch: AttentionBatch) -> Tensor:
         RUNS_PAD=triton.next_power_of_2(packed.runs), WIDE=packed.wide, ROW_BYTES=packed.form.row_bytes,
         PAGE=batch.block_tokens, num_warps=4, **overlap(query),
     )  # fmt: skip
+    if step.in_place:
+        query[..., size - rope :] = out[..., latent:]
     return out
 
 

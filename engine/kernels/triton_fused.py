@@ -61,7 +61,7 @@ def mla_rows_kernel(
     QUERY, KV, WEIGHT, COS, SIN, SLOTS, PAGES, OUT,
     eps, query_stride, kv_stride, page_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, PAGE: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token): its rotated queries, and its cache row, normed and rotated, in the pool; none for slot -1."""
     if PDL:
@@ -81,8 +81,13 @@ def mla_rows_kernel(
     high = tl.load(place + HALF, mask=wide, other=0.0).to(tl.float32)
     target = OUT + (token * HEADS + head[:, None]) * (LATENT + 2 * HALF) + LATENT + pair[None, :]
     kind = OUT.dtype.element_ty
-    tl.store(target, (low * cos[None, :] - high * sin[None, :]).to(kind), mask=wide)
-    tl.store(target + HALF, (high * cos[None, :] + low * sin[None, :]).to(kind), mask=wide)
+    first = (low * cos[None, :] - high * sin[None, :]).to(kind)
+    second = (high * cos[None, :] + low * sin[None, :]).to(kind)
+    tl.store(target, first, mask=wide)
+    tl.store(target + HALF, second, mask=wide)
+    if IN_PLACE:
+        tl.store(place, first, mask=wide)
+        tl.store(place + HALF, second, mask=wide)
     slot = tl.load(SLOTS + token)
     row = KV + token * kv_stride
     column = tl.arange(0, LATENT_PAD)
@@ -90,12 +95,12 @@ def mla_rows_kernel(
     latent = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     norm = tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
     weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
-    first = tl.load(row + LATENT + pair, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(row + LATENT + HALF + pair, mask=real, other=0.0).to(tl.float32)
+    left = tl.load(row + LATENT + pair, mask=real, other=0.0).to(tl.float32)
+    right = tl.load(row + LATENT + HALF + pair, mask=real, other=0.0).to(tl.float32)
     there = PAGES + (slot // PAGE) * page_stride + (slot % PAGE) * (LATENT + 2 * HALF)
     tl.store(there + column, (latent * norm * weight).to(kind), mask=inside & (slot >= 0))
-    tl.store(there + LATENT + pair, (first * cos - second * sin).to(kind), mask=real & (slot >= 0))
-    tl.store(there + LATENT + HALF + pair, (second * cos + first * sin).to(kind), mask=real & (slot >= 0))
+    tl.store(there + LATENT + pair, (left * cos - right * sin).to(kind), mask=real & (slot >= 0))
+    tl.store(there + LATENT + HALF + pair, (right * cos + left * sin).to(kind), mask=real & (slot >= 0))
 
 
 def mla_rows(step: MlaStep, pages: Tensor, batch: AttentionBatch) -> Tensor:
@@ -111,7 +116,7 @@ def mla_rows(step: MlaStep, pages: Tensor, batch: AttentionBatch) -> Tensor:
         step.eps, query.stride(0), kv.stride(0), pages.stride(0),
         HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads), NOPE=size - rope, HALF=rope // 2,
         HALF_PAD=triton.next_power_of_2(rope // 2), LATENT=latent, LATENT_PAD=triton.next_power_of_2(latent),
-        PAGE=batch.block_tokens, num_warps=4, **overlap(query),
+        PAGE=batch.block_tokens, IN_PLACE=step.in_place, num_warps=4, **overlap(query),
     )  # fmt: skip
     return out
 

@@ -99,6 +99,48 @@ def choose_kernel(
 
 
 @triton.jit
+def choose_many(
+    PART, WEIGHTS, CHOICE, COUNT, LISTS, tokens, scaling,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``choose_kernel``, a program for ``ROWS`` tokens: they take their places on a list together, since the counters of
+    all lists lie in a few lines of the cache, where one token after the other would wait."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, PAD)
+    real, known = (row < tokens)[:, None], (expert < EXPERTS)[None, :]
+    scores = tl.zeros([ROWS, PAD], tl.float32)
+    for split in tl.static_range(SPLIT):
+        place = (split * tokens + row[:, None]) * EXPERTS + expert[None, :]
+        scores += tl.load(PART + place, mask=real & known, other=0.0)
+    scores = tl.where(known, scores, float("-inf"))
+    scores = tl.exp(scores - tl.max(scores, 1)[:, None])
+    scores = scores / tl.sum(scores, 1)[:, None]
+    left = scores
+    chosen = tl.zeros([ROWS, PAD], tl.int32)
+    total = tl.zeros([ROWS], tl.float32)
+    for _ in tl.static_range(CHOSEN):
+        best = expert[None, :] == tl.argmax(left, 1)[:, None]
+        total += tl.max(left, 1)
+        chosen = tl.where(best, 1, chosen)
+        left = tl.where(best, -1.0, left)
+    if NORMALIZE:
+        scores = scores / (total + 1e-20)[:, None]
+    pair = row[:, None] * CHOSEN + tl.cumsum(chosen, 1) - 1
+    chosen = tl.where(real, chosen, 0)
+    taken = chosen == 1
+    tl.store(WEIGHTS + pair, scores * scaling, mask=taken)
+    tl.store(CHOICE + pair, tl.broadcast_to(expert[None, :], [ROWS, PAD]), mask=taken)
+    several = tl.sum(chosen, 0)
+    first = tl.atomic_add(COUNT + expert, several, mask=several > 0, sem="relaxed")
+    at = first[None, :] + tl.cumsum(chosen, 0) - chosen
+    tl.store(LISTS + expert[None, :] * tokens + at, pair, mask=taken)
+
+
+@triton.jit
 def assign_kernel(CHOICE, COUNT, LISTS, tokens, total, BLOCK: tl.constexpr):
     """Program (run of pairs): puts pairs that another router chose on their experts' lists."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +151,8 @@ def assign_kernel(CHOICE, COUNT, LISTS, tokens, total, BLOCK: tl.constexpr):
 
 
 MANY_ROWS = 512
-"""Tokens from which on programs of the router's scores take 64 at a time, so that they read its weights less often."""
+"""Tokens from which on programs of the router take 64 at a time: the scores' to read its weights less often, the choice's
+to count once for all."""
 
 
 def route(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: RouterSpec) -> Routing:
@@ -147,11 +190,16 @@ def choose(part: Tensor, spec: RouterSpec, lists: Lists) -> Routing:
     chosen = spec.experts_per_token
     weights = torch.empty(tokens, chosen, dtype=torch.float32, device=part.device)
     choice = torch.empty(tokens, chosen, dtype=torch.int32, device=part.device)
-    choose_kernel[(tokens,)](
-        part, weights, choice, lists[0], lists[1], tokens, spec.scaling, EXPERTS=experts,
-        PAD=max(triton.next_power_of_2(experts), 16), CHOSEN=chosen, SPLIT=split, NORMALIZE=spec.normalize,
-        SINGLE=tokens == 1, num_warps=1, **overlap(part),
-    )  # fmt: skip
+    operands = part, weights, choice, lists[0], lists[1], tokens, spec.scaling
+    shape = {
+        "EXPERTS": experts, "PAD": max(triton.next_power_of_2(experts), 16), "CHOSEN": chosen, "SPLIT": split,
+        "NORMALIZE": spec.normalize, **overlap(part),
+    }  # fmt: skip
+    if tokens > MANY_ROWS:
+        rows = max(4096 // shape["PAD"], 1)
+        choose_many[(triton.cdiv(tokens, rows),)](*operands, ROWS=rows, num_warps=8, **shape)
+    else:
+        choose_kernel[(tokens,)](*operands, SINGLE=tokens == 1, num_warps=1, **shape)
     return Routing(weights, choice, lists)
 
 

@@ -75,13 +75,14 @@ class MlaAttention(nn.Module):
             query = self.query_up(self.query_norm(query))
         query = query.view(len(hidden), self.heads, mla.qk_head_dim)
         norm = self.kv_norm
-        step = MlaStep(query, kv, norm.weight, norm.eps, rotary.cos, rotary.sin)
+        fresh = batch.num_decodes < batch.num_sequences
+        step = MlaStep(query, kv, norm.weight, norm.eps, rotary.cos, rotary.sin, in_place=fresh)
         rotated = self.kernels.mla_rows(step, pages, batch)
         result: Tensor = self.output(self._attend(query, rotated, pages, batch))
         return result
 
     def _attend(self, query: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
-        """``query [T, heads, nope + rope]`` as projected, whose rotary part may be overwritten, and ``rotated [T, heads,
+        """``query [T, heads, nope + rope]`` as projected, rotated in place if there are prefills, and ``rotated [T, heads,
         latent + rope]`` -> ``[T, heads * v]``."""
         plain = query[..., : self.config.qk_nope_head_dim]
         decodes, sequences = batch.num_decodes, batch.num_sequences
@@ -93,7 +94,7 @@ class MlaAttention(nn.Module):
         )
         if not expand:
             return self._absorbed(plain, rotated, pages, batch)
-        fresh = self._expanded(query[decodes:], rotated[decodes:], pages, prefills)
+        fresh = self._expanded(query[decodes:], pages, prefills)
         if not decodes:
             return fresh
         running = self._absorbed(plain[:decodes], rotated[:decodes], pages, batch.select(0, decodes))
@@ -109,9 +110,8 @@ class MlaAttention(nn.Module):
         )
         return values.view(len(plain), -1)
 
-    def _expanded(self, query: Tensor, rotated: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
-        nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
-        query[..., nope:] = rotated[..., latent:]
+    def _expanded(self, query: Tensor, pages: Tensor, batch: AttentionBatch) -> Tensor:
+        nope = self.config.qk_nope_head_dim
         found = self.kernels.mla_expanded_attention(
             query,
             pages,

@@ -84,8 +84,9 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_mla_rows_stores_and_rotates(dtype: torch.dtype) -> None:
+def test_mla_rows_stores_and_rotates(dtype: torch.dtype, in_place: bool) -> None:
     heads, nope, rope, latent = 3, 10, 6, 12
     case = make_case(
         [(1, 20), (1, 16), (1, 1)], heads=heads, query_dim=nope + rope, width=latent + rope, block_tokens=16,
@@ -96,13 +97,22 @@ def test_mla_rows_stores_and_rotates(dtype: torch.dtype) -> None:
     sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
     both = torch.randn(3, heads * (nope + rope) + latent + rope).to(dtype)
     query, kv = both[:, : heads * (nope + rope)].view(3, heads, -1), both[:, heads * (nope + rope) :]
-    step = MlaStep(query, kv, torch.randn(latent).to(dtype), 1e-6, cos, sin)
+    step = MlaStep(query, kv, torch.randn(latent).to(dtype), 1e-6, cos, sin, in_place)
     case.batch.slots[1] = -1
     before = case.pages.clone()
+    wide = MlaStep(
+        query.double(), kv.double(), step.weight.double(), 1e-6, cos.double(), sin.double(), in_place
+    )
+    whole = query.clone()
     found = triton_fused.mla_rows(step, case.pages, case.batch)
-    wide = MlaStep(query.double(), kv.double(), step.weight.double(), 1e-6, cos.double(), sin.double())
     expected, rows = torch_fused.mla_queries(wide)
     assert relative_error(found[..., latent:], expected[..., latent:]) <= TOLERANCE[dtype]
+    assert torch.equal(query[..., :nope], whole[..., :nope])
+    assert torch.equal(query[..., nope:], found[..., latent:] if in_place else whole[..., nope:])
+    # The wide queries are a copy of these, so that their twin has rotated it in the same places.
+    assert torch.equal(
+        wide.query[..., nope:], expected[..., latent:] if in_place else whole[..., nope:].double()
+    )
     places = {int(slot): row for slot, row in zip(case.batch.slots, rows, strict=True) if slot >= 0}
     flat, old = case.pages.reshape(-1, latent + rope), before.reshape(-1, latent + rope)
     for slot in range(len(flat)):
@@ -121,8 +131,9 @@ def dense(weights: torch.Tensor, experts: torch.Tensor, number: int) -> torch.Te
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("tokens", [1, 19, 700])
 def test_routing_and_its_lists(tokens: int, normalize: bool) -> None:
+    """With 700 tokens a program chooses for many, and not all programs are full."""
     spec = RouterSpec(3, 1, 1, normalize, 2.5)
     hidden, weight = torch.randn(tokens, 70).to(torch.bfloat16), torch.randn(10, 70)
     found = triton_moe.route(hidden, weight, None, spec)
