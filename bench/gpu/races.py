@@ -3,8 +3,8 @@
 """Races that compute-sanitizer's racecheck reports in decode steps of two layers of the model of ``v2_lite_step``.
 
 ``python -m bench.gpu.races --out DIR`` runs the steps (one token, a few, more than a tile of an expert's; without graphs)
-under racecheck, after a minimal kernel that hands values from one warpgroup to another, through the compiler's captures and through an mbarrier. Where
-the minimal one, which cannot race, is reported too, racecheck does not see that kind of order.
+under racecheck, after a minimal kernel that hands values from one warpgroup to another, through the compiler's captures
+and through an mbarrier. Where the minimal one, which cannot race, is reported too, racecheck does not see that order.
 """
 
 import argparse
