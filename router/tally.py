@@ -2,12 +2,21 @@
 """Counts each request once, when it ends: not a stream, which may end before the request or after it."""
 
 import asyncio
+from functools import cache
+
+from prometheus_client import Counter
 
 from twinpool import metrics
 from twinpool.errors import TwinpoolError, as_twinpool_error
 from twinpool.router.request import passed
 from twinpool.rpc import Deadline
 from twinpool.tracing import Span
+
+
+@cache
+def _ended(reason: str) -> Counter:
+    """The counter of what ends so. Looking it up by its labels costs more than counting does."""
+    return metrics.ROUTER_REQUESTS.labels(TwinpoolError(reason).code.name if reason else "OK", reason)
 
 
 class Tally:
@@ -23,8 +32,7 @@ class Tally:
         """The request has ended, well without an error. Only the first end counts."""
         reason = "" if error is None else self._reason(error)
         if self._close(reason):
-            code = TwinpoolError(reason).code.name if reason else "OK"
-            metrics.ROUTER_REQUESTS.labels(code, reason).inc()
+            _ended(reason).inc()
 
     def drop(self) -> None:
         """It was no request of its own: its stream has attached to another one."""
