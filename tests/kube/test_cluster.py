@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.kube.release import AGENT, MODEL_TEMPLATE, NAME, NAMESPACE, NEXT_TAG, Load, Release
+from tests.kube.release import AGENT, MODEL_TEMPLATE, NAME, NAMESPACE, NEXT_TAG, WAIT_SECONDS, Load, Release
 from tests.support.oracle import oracle
+from tests.support.waiting import until_sync
 
 pytestmark = [pytest.mark.integration, pytest.mark.chart, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -160,9 +161,16 @@ def test_a_node_is_drained(release: Release, checkpoint: Path) -> None:
 
 def test_nothing_is_left_of_it(release: Release) -> None:
     """After `helm uninstall` there is no object of the release's but the passwords of etcd, whose volume is kept, and helm's own test."""
-    release.helm("uninstall", NAME, "--wait")
+    release.helm("uninstall", NAME, "--wait", "--timeout", "600s")
     kinds = "deployments,statefulsets,services,configmaps,secrets,networkpolicies,poddisruptionbudgets,serviceaccounts,pods"
-    label = f"app.kubernetes.io/instance={NAME}"
-    found = json.loads(release.kubectl("get", kinds, "-l", label, "-o", "json"))["items"]
-    left = {(item["kind"], item["metadata"]["name"]) for item in found}
-    assert left == {("Secret", f"{NAME}-twinpool-etcd"), ("Pod", f"{NAME}-twinpool-test")}
+
+    def left() -> set[tuple[str, str]]:
+        label = f"app.kubernetes.io/instance={NAME}"
+        found = json.loads(release.kubectl("get", kinds, "-l", label, "-o", "json"))["items"]
+        return {(item["kind"], item["metadata"]["name"]) for item in found} - {
+            ("Pod", f"{NAME}-twinpool-test")
+        }
+
+    # helm waits for what it has made itself, not for the pods of that: they drain.
+    kept = {("Secret", f"{NAME}-twinpool-etcd-auth")}
+    until_sync(lambda: left() == kept, WAIT_SECONDS)

@@ -5,6 +5,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined, hence before the imports below.
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import Case, make_case, relative_error, solve
@@ -108,6 +111,22 @@ def test_rows_are_packed_as_torch_packs_them(form: str, dtype: torch.dtype) -> N
     assert relative_error(one[:, latent:], other[:, latent:]) <= 2.0**-6
     untouched = [slot for slot in range(len(flat[0])) if slot not in slots]
     assert torch.equal(flat[0][untouched], flat[2][untouched])
+
+
+@pytest.mark.parametrize("backend", [torch_fp8, triton_fp8_launch])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_queries_are_rotated_in_place_where_that_is_asked_for(backend: Any, in_place: bool) -> None:
+    layout = FORMS["two runs"]
+    case, pages, _ = packed_case("decodes of every edge length", layout, torch.float32)
+    case.batch.slots[:] = torch.arange(5)
+    step = replace(make_step(layout, 5, torch.float32), in_place=in_place)
+    before, latent = step.query.clone(), layout.latent_dim
+    rope = layout.rope_dim
+    found = backend.mla_rows(step, pages.clone(), case.batch)
+    rotated = found[..., latent:]
+    assert not torch.equal(rotated, before[..., -rope:])
+    assert torch.equal(step.query[..., -rope:], rotated if in_place else before[..., -rope:])
+    assert torch.equal(step.query[..., :-rope], before[..., :-rope])
 
 
 def test_what_is_not_finite_stays_so() -> None:
