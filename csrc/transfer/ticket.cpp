@@ -14,8 +14,8 @@ class WireReader {
   explicit WireReader(std::span<const std::uint8_t> bytes)
       : rest_(bytes) {}
 
-  bool done() const { return bad_ || rest_.empty(); }
-  bool bad() const { return bad_; }
+  [[nodiscard]] bool done() const { return bad_ || rest_.empty(); }
+  [[nodiscard]] bool bad() const { return bad_; }
 
   std::uint64_t varint() {
     std::uint64_t value = 0;
