@@ -79,11 +79,9 @@ def fail(message: str) -> NoReturn:
     sys.exit(1)
 
 
-def run(*command: str | Path, stdin: str | None = None) -> str:
+def run(*command: str | Path) -> str:
     """What a command prints. Raises CalledProcessError."""
-    return subprocess.run(
-        [*map(str, command)], check=True, capture_output=True, text=True, input=stdin
-    ).stdout
+    return subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
 
 
 def answers(url: str) -> bool:
@@ -130,13 +128,12 @@ class Node:
         self.name, self.pods = f"node-{number}", pods(number)
         self.cgroup = f"{CGROUP}{self.address}"
         self.api = f"https://{addresses[0]}:{API_PORT}"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *arguments: str, ready: Callable[[], bool]) -> None:
         """Starts a binary, its output in a log of its name, and waits until it is ready."""
         log = (self.work / f"{name}.log").open("ab")
         found = self.binaries / name
-        self.processes[name] = process = subprocess.Popen(
+        process = subprocess.Popen(
             [str(found if found.exists() else name), *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,

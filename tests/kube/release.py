@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 import yaml
 
 from tests.kube.cluster import Cluster
+from tests.pods.asking import check
 from tests.support.chart import CHART, ROOT
 from tests.support.oracle import Oracle
 from tests.support.waiting import until_sync
@@ -92,9 +93,9 @@ class Release:
             told.append(done.stdout[-4000:])
         return "\n".join(told)
 
-    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+    def kubectl(self, *arguments: str) -> str:
         """kubectl in the release's namespace."""
-        return self.call(self.kubectl_path, "-n", NAMESPACE, *arguments, stdin=stdin)
+        return self.call(self.kubectl_path, "-n", NAMESPACE, *arguments)
 
     def helm(self, *arguments: str) -> str:
         """helm in the release's namespace; changes wait until all is ready."""
@@ -174,10 +175,4 @@ class Load:
 
     def check(self, oracle: Oracle) -> int:
         """Fails unless every stream came to its end with the tokens of the oracle; how often one was resumed."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
-        lost = [line for line in lines if "tokens" not in line]
-        assert not lost, lost
-        assert lines
-        for line in lines:
-            assert line["tokens"] == oracle.greedy(line["prompt"], self.max_tokens, ignore_eos=True), line
-        return max(int(line["resumes"]) for line in lines)
+        return check(self.log.read_text(), oracle, self.max_tokens)

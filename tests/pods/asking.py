@@ -12,11 +12,15 @@ import itertools
 import json
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from tests.support.steps import prompt
 from twinpool.client import request
 from twinpool.cluster_client import ClusterClient
 from twinpool.errors import TwinpoolError
+
+if TYPE_CHECKING:  # transformers comes with it, which clients have no use for
+    from tests.support.oracle import Oracle
 
 
 async def stream(client: ClusterClient, number: int, max_tokens: int, stopping: asyncio.Event) -> None:
@@ -33,6 +37,17 @@ async def stream(client: ClusterClient, number: int, max_tokens: int, stopping: 
         except TwinpoolError as error:
             told |= {"error": error.reason, "detail": str(error)}
         print(json.dumps(told), flush=True)
+
+
+def check(log: str, oracle: Oracle, max_tokens: int) -> int:
+    """Fails unless every stream of what was printed came to its end with the tokens of the oracle; how often one was resumed."""
+    lines = [json.loads(line) for line in log.splitlines()]
+    lost = [line for line in lines if "tokens" not in line]
+    assert not lost, lost
+    assert lines
+    for line in lines:
+        assert line["tokens"] == oracle.greedy(line["prompt"], max_tokens, ignore_eos=True), line
+    return max(int(line["resumes"]) for line in lines)
 
 
 async def run(endpoint: str, streams: int, max_tokens: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from tests.pods.asking import check
 from tests.pods.release import Release
 from tests.support.chart import ROOT
 from tests.support.netns import Host, call
@@ -105,10 +106,4 @@ class Load:
 
     def check(self, oracle: Oracle) -> int:
         """Fails unless every stream came to its end with the tokens of the oracle; how often one was resumed."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
-        lost = [line for line in lines if "tokens" not in line]
-        assert not lost, lost
-        assert lines
-        for line in lines:
-            assert line["tokens"] == oracle.greedy(line["prompt"], self.max_tokens, ignore_eos=True), line
-        return max(int(line["resumes"]) for line in lines)
+        return check(self.log.read_text(), oracle, self.max_tokens)
