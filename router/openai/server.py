@@ -27,7 +27,7 @@ from twinpool.router.openai.response_shape import ResponseShape
 from twinpool.router.openai.shapes import ChatShape, Json
 from twinpool.router.openai.texts import TextShape
 from twinpool.router.validate import check_choices, check_key
-from twinpool.rpc import Caller, HttpsContext, key_of
+from twinpool.rpc import Caller, HttpsContext, join_address, key_of, loopback_beside
 from twinpool.text import Tokenizer
 from twinpool.v1 import chat_pb2 as chat
 from twinpool.v1 import inference_pb2 as pb
@@ -100,17 +100,28 @@ class HttpServer:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE."""
+        """Listens; returns the port, which is the system's choice for 0. Raises PORT_UNAVAILABLE.
+
+        On the loopback as well where ``host`` leaves it out; all others are served without that, so a failure is only logged.
+        """
         await self._runner.setup()
-        context = self._tls.context if self._tls is not None else None
-        site = web.TCPSite(self._runner, host, port, ssl_context=context, reuse_port=self._config.reuse_port)
         try:
-            await site.start()
+            await self._listen(host, port)
         except OSError as error:
             await self._runner.cleanup()
             raise TwinpoolError("PORT_UNAVAILABLE", f"cannot listen on {host}:{port}: {error}") from error
         bound: int = self._runner.addresses[0][1]
+        if (loopback := loopback_beside(host)) is not None:
+            try:
+                await self._listen(loopback, bound)
+            except OSError:
+                log.warning("loopback_not_bound", address=join_address(loopback, bound))
         return bound
+
+    async def _listen(self, host: str, port: int) -> None:
+        context = self._tls.context if self._tls is not None else None
+        site = web.TCPSite(self._runner, host, port, ssl_context=context, reuse_port=self._config.reuse_port)
+        await site.start()
 
     async def stop(self) -> None:
         """Takes no more connections, lets running requests end for ``router.drain_timeout_seconds`` and cancels what is left."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,37 @@ def test_an_operator_reaches_it_by_a_port_forward(release: Release) -> None:
     checks = json.loads(release.twinpool("doctor", "--kube", "-o", "json"))
     assert checks
     assert not [check for check in checks if check["matters"] and check["status"] == "failed"]
+
+
+def test_clients_reach_it_by_a_port_forward(release: Release) -> None:
+    """The commands of the README and the install page, both protocols by one forward."""
+    command = [
+        release.kubectl_path,
+        "-n",
+        NAMESPACE,
+        "port-forward",
+        f"service/{NAME}-twinpool-router",
+        ":50051",
+        ":8000",
+    ]
+    forward = subprocess.Popen(command, env=release.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert forward.stdout is not None
+        ports: dict[str, str] = {}
+        for line in forward.stdout:
+            if found := re.match(r"Forwarding from (127\.0\.0\.1:\d+) -> (\d+)", line):
+                ports[found[2]] = found[1]
+            if len(ports) == 2:
+                break
+        with urllib.request.urlopen(f"http://{ports['8000']}/v1/models", timeout=60) as reply:
+            assert [model["id"] for model in json.load(reply)["data"]] == ["tiny"]
+        twinpool = str(Path(sys.executable).with_name("twinpool"))
+        asked = ("generate", "--endpoint", ports["50051"], "Hello", "--max-tokens", "5", "-o", "json")
+        assert json.loads(release.call(twinpool, *asked))
+        assert forward.poll() is None
+    finally:
+        forward.kill()
+        forward.wait()
 
 
 def test_the_agent_of_the_examples_is_served(release: Release, checkpoint: Path) -> None:

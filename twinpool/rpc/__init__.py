@@ -6,7 +6,7 @@ from twinpool.rpc.caller import Caller, key_of
 from twinpool.rpc.client import channel, wait_ready
 from twinpool.rpc.deadline import Deadline
 from twinpool.rpc.keys import digest_of, new_key
-from twinpool.rpc.options import client_options, join_address, server_options
+from twinpool.rpc.options import client_options, join_address, loopback_beside, server_options
 from twinpool.rpc.run import run, stop_event
 from twinpool.rpc.server import LIVE, Server
 from twinpool.rpc.tls import HttpsContext
@@ -24,6 +24,7 @@ __all__ = [
     "digest_of",
     "join_address",
     "key_of",
+    "loopback_beside",
     "new_key",
     "run",
     "server_options",

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+
 from twinpool.config import RpcConfig
 
 Options = list[tuple[str, int | str]]
@@ -71,6 +74,16 @@ def client_options(
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
     return options
+
+
+def loopback_beside(host: str) -> str | None:
+    """The loopback, where ``host`` is an address that leaves it out, as a pod's is: `kubectl port-forward` and who is in the same
+    pod dial there."""
+    with contextlib.suppress(ValueError):
+        found = ipaddress.ip_address(host.strip("[]"))
+        if not (found.is_loopback or found.is_unspecified):
+            return "127.0.0.1" if found.version == 4 else "::1"
+    return None
 
 
 def join_address(host: str, port: int) -> str:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,7 +16,7 @@ from twinpool.errors import TwinpoolError
 from twinpool.logs import get_logger
 from twinpool.rpc.audit import AuditLog
 from twinpool.rpc.guard import ErrorInterceptor
-from twinpool.rpc.options import join_address, server_options
+from twinpool.rpc.options import join_address, loopback_beside, server_options
 from twinpool.rpc.roles import RoleGuard
 from twinpool.rpc.tls import server_credentials
 from twinpool.rpc.transport import native_server
@@ -87,14 +85,12 @@ class Server:
         return bound
 
     def bind_loopback(self, host: str, port: int) -> None:
-        """Listens on the loopback as well, where ``host`` is an address that leaves it out, as a pod's is: `kubectl port-forward` and
-        who is in the same pod dial there. Without it the server is as good to all others, so a failure is only logged."""
-        with contextlib.suppress(ValueError):
-            found = ipaddress.ip_address(host.strip("[]"))
-            if not (found.is_loopback or found.is_unspecified):
-                address = join_address("127.0.0.1" if found.version == 4 else "::1", port)
-                if self._add(address) == 0:
-                    _log.warning("loopback_not_bound", address=address)
+        """Listens on the loopback as well where ``host`` leaves it out. Without it the server is as good to all others, so a
+        failure is only logged."""
+        if (loopback := loopback_beside(host)) is not None:
+            address = join_address(loopback, port)
+            if self._add(address) == 0:
+                _log.warning("loopback_not_bound", address=address)
 
     def _add(self, address: str) -> int:
         """The port; 0: it cannot be bound."""

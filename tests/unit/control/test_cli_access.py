@@ -2,17 +2,16 @@
 """How commands take their way to a cluster: options, environment and file; which command has which; completion in the shell."""
 
 import asyncio
-import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import trustme
 import typer.main
 from typer.testing import CliRunner
 
+from tests.support.addresses import beside_the_loopback
 from tests.unit.base.test_base_tls import Pki
 from twinpool import rpc
 from twinpool.config import ClientTls, ConfigError, RpcConfig, TlsConfig, TwinpoolConfig, load_config
@@ -213,21 +212,16 @@ def test_the_shell_completes_options() -> None:
 
 async def test_a_server_on_a_pod_s_address_is_reached_by_a_port_forward() -> None:
     """kubectl connects to the loopback inside the pod."""
-    own = [
-        one.address for several in psutil.net_if_addrs().values() for one in several
-        if one.family == socket.AF_INET and not one.address.startswith("127.")
-    ]  # fmt: skip
-    if not own:
-        pytest.skip("this machine has no address but the loopback")
+    own = beside_the_loopback()
     server = rpc.Server(RpcConfig())
-    port = server.bind(own[0])
+    port = server.bind(own)
     assert await asyncio.to_thread(why_unreachable, f"127.0.0.1:{port}") is not None
-    server.bind_loopback(own[0], port)
+    server.bind_loopback(own, port)
     server.bind_loopback("127.0.0.1", port)
     server.bind_loopback("0.0.0.0", port)
     await server.start()
     try:
-        for host in (own[0], "127.0.0.1"):
+        for host in (own, "127.0.0.1"):
             assert await asyncio.to_thread(why_unreachable, f"{host}:{port}") is None
     finally:
         await server.stop(0)

@@ -14,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
+from tests.support.addresses import beside_the_loopback
 from tests.support.chat_world import WEATHER, chat_cluster, prompt_text, write_chat_model
 from tests.support.fake_cluster import FakeCluster
 from tests.support.waiting import until
@@ -39,6 +40,18 @@ async def served(
         async with AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
             yield cluster, client
             await cluster.assert_quiescent()
+
+
+async def test_a_router_on_a_pod_s_address_is_reached_by_a_port_forward(model: Path) -> None:
+    """kubectl connects to the loopback inside the pod, and gives up all ports it forwards when nobody listens there."""
+    own = beside_the_loopback()
+    async with served(model, "It is dry.", host=own) as (cluster, _):
+        host, _, port = cluster.router.apis.http_endpoint.rpartition(":")
+        assert host == own
+        async with aiohttp.ClientSession() as session:
+            for address in (own, "127.0.0.1"):
+                async with session.get(f"http://{address}:{port}/v1/models") as reply:
+                    assert reply.status == 200
 
 
 async def test_a_chat(model: Path) -> None:
