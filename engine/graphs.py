@@ -48,6 +48,11 @@ class _Graph:
     table: NDArray[np.int32] | None = None
     """The block table of the last plan, as far as it was wide: most steps come with the same one."""
 
+    @property
+    def token_ids(self) -> Tensor:
+        """``int64[size]``, a part of ``numbers``."""
+        return self.numbers[: 8 * self.size].view(torch.int64)
+
 
 class DecodeGraphs:
     """The graphs of one model over one pool, captured when first needed. Used from one thread."""
@@ -69,20 +74,23 @@ class DecodeGraphs:
     def fits(self, plan: PlanArrays) -> bool:
         """Whether ``plan`` consists of decodes alone, no more and no longer than the graphs take."""
         count = len(plan.seq)
-        return (
-            plan.num_decodes == count
-            and self.takes(count)
-            and int(plan.context.max()) <= self._blocks * self._pool.block_tokens
-        )
+        return plan.num_decodes == count and self.takes(count) and int(plan.context.max()) <= self.max_context
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence that a graph takes."""
+        return self._blocks * self._pool.block_tokens
 
     @torch.inference_mode()
-    def run(self, plan: PlanArrays) -> Replayed:
-        """Runs a plan that ``fits``. Does not wait for the device."""
+    def run(self, plan: PlanArrays, drawn: Tensor | None = None) -> Replayed:
+        """Runs a plan that ``fits``. Does not wait for the device. ``drawn [n]``, on the device: the tokens, instead of the plan's."""
         count = len(plan.seq)
         size = next(bucket for bucket in self._buckets if bucket >= count)
         graph = self._graphs.get(size) or self._capture(size)
         graph.copied.synchronize()  # The staging memory is free again once the last step's copies are done.
         self._stage(graph, plan, count)
+        if drawn is not None:
+            graph.token_ids[:count].copy_(drawn)
         graph.replayed.replay()
         assert graph.result is not None
         return Replayed(graph.result.logits[:count], graph.result.best[:, :count])

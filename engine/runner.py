@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinpool.engine.batch import AttentionBatch
+from twinpool.engine.begun import BegunStep, fetch
 from twinpool.engine.graphs import DecodeGraphs, Replayed
 from twinpool.engine.kv.host import HostPool, SwapPlan
 from twinpool.engine.kv.pool import KVPool
@@ -23,7 +24,16 @@ from twinpool.engine.sampling import (
     TokenLogprobs,
     sample,
 )
-from twinpool.engine.step import Drawn, Plan, PlanArrays, PlanError, PlanLimits, StepResult, check_plan
+from twinpool.engine.step import (
+    Drawn,
+    FollowingPlan,
+    Plan,
+    PlanArrays,
+    PlanError,
+    PlanLimits,
+    StepResult,
+    check_plan,
+)
 from twinpool.engine.warmup import WARMUP_PARAMS, warmup_plans
 from twinpool.logs import get_logger
 
@@ -124,6 +134,66 @@ class ModelRunner:
             logits, best = logits[index], None if best is None else best[:, index]
         return self._take(sample(logits, flat, masks, best), sampled, draws, prompts)
 
+    @torch.inference_mode()
+    def begin(self, plan: Plan, draws: Sequence[SequenceDraw]) -> BegunStep:
+        """As ``step``, but does not wait where it need not: for decodes that are all drawn greedily, through a graph (on a CPU, where
+        nothing runs beside the host, all but the telling is done on return). Any other plan has run as by ``step``."""
+        arrays = PlanArrays.of(plan)
+        if len(draws) != len(arrays.seq) or not self._greedy(arrays, draws):
+            result = self.step(plan, draws)
+            return BegunStep(lambda: result)
+        if self._validate:
+            check_plan(arrays, self._limits)
+        return self._begin(arrays, draws, None)
+
+    def may_follow(self, before: BegunStep) -> bool:
+        """Whether ``follow`` takes the next tokens of the sequences of ``before``, the step that was begun last."""
+        longest = self._graphs.max_context if self._graphs is not None else self._limits.max_positions
+        return before.best is not None and before.longest < longest
+
+    @torch.inference_mode()
+    def follow(self, before: BegunStep, plan: FollowingPlan, draws: Sequence[SequenceDraw]) -> BegunStep:
+        """Begins the step that follows ``before``, which ``may_follow`` and need not be finished: its tokens are taken where it leaves
+        them. ``draws`` are those of ``plan``, of the plan before it as far as they go on."""
+        arrays, rows = PlanArrays.of(plan), plan.follows
+        assert before.best is not None
+        drawn = before.best[0]
+        if len(rows) < len(drawn):
+            index = torch.from_numpy(rows.astype(np.int64))
+            if self._device.type == "cuda":
+                index = index.pin_memory().to(self._device, non_blocking=True)
+            drawn = drawn[index]
+        return self._begin(arrays, draws, drawn)
+
+    def settle(self) -> None:
+        """Waits for all that was begun."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _greedy(self, arrays: PlanArrays, draws: Sequence[SequenceDraw]) -> bool:
+        """Whether every sequence decodes one token that is the arg max of its logits, and no more is wanted of it."""
+        if arrays.num_decodes < len(arrays.seq) or len(arrays.copies) or not arrays.sample.all():
+            return False
+        if self._graphs is not None:
+            if not self._graphs.fits(arrays):
+                return False
+        elif self._device.type != "cpu":
+            return False
+        return all(
+            draw.plain and not draw.siblings and draw.scoring is None and draw.params.logprobs is None
+            for draw in draws
+        )
+
+    def _begin(self, arrays: PlanArrays, draws: Sequence[SequenceDraw], drawn: Tensor | None) -> BegunStep:
+        if self._graphs is not None:
+            best = self._graphs.run(arrays, drawn).best
+        else:
+            hidden = self._forward(arrays, arrays.q_start[1:].astype(np.int64) - 1, drawn)
+            best = self._model.best(self._model.scores(hidden))
+        sampled, wait = np.arange(len(arrays.seq)), fetch(best)
+        longest = int(arrays.context.max())
+        return BegunStep(lambda: self._take(wait(), sampled, draws, {}), best, longest)
+
     def _logits(
         self,
         arrays: PlanArrays,
@@ -199,7 +269,8 @@ class ModelRunner:
         finally:
             self._pool.tensor[blocks] = saved
 
-    def _forward(self, plan: PlanArrays, last_rows: NDArray[np.int64]) -> Tensor:
+    def _forward(self, plan: PlanArrays, last_rows: NDArray[np.int64], drawn: Tensor | None = None) -> Tensor:
+        """``drawn``: the tokens, instead of the plan's."""
         batch = AttentionBatch.build(
             q_start=plan.q_start,
             context=plan.context,
@@ -210,7 +281,9 @@ class ModelRunner:
             last_rows=last_rows,
             device=self._device,
         )
-        ids = torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device)
+        if drawn is None:
+            drawn = torch.from_numpy(plan.token_ids.astype(np.int64))
+        ids = drawn.to(self._device, torch.int64)
         positions = torch.from_numpy(plan.positions.astype(np.int64)).to(self._device)
         hidden: Tensor = self._model(ids, positions, self._pool.tensor, batch)
         return hidden

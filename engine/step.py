@@ -40,6 +40,13 @@ class Plan(Protocol):
     def copies(self) -> NDArray[np.int32]: ...
 
 
+class FollowingPlan(Plan, Protocol):
+    """One that was made before the tokens of the plan before it were known (``StepScheduler.plan_ahead``)."""
+
+    @property
+    def follows(self) -> NDArray[np.int32]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlanArrays:
     """A plan read once. Field by field as in ``twinpool._core.StepPlan``."""

@@ -209,6 +209,9 @@ class StepPlan:
     def preempted(self) -> NDArray[np.int64]:
         """Sequences that lost their blocks in this plan; they wait again, and are restored from host memory or recomputed."""
     @property
+    def follows(self) -> NDArray[np.int32]:
+        """Of a plan made by ``plan_ahead``: the index of each sequence in the plan before it, which draws its token; else empty."""
+    @property
     def copies(self) -> NDArray[np.int32]:
         """``[m, 2]`` (source block, destination block) copies to do before the step (copy on write)."""
     @property
@@ -265,6 +268,11 @@ class StepScheduler:
         """Another choice over the same prompt: full blocks shared, the partial one copied (see ``StepPlan.copies``). Call before ``start`` or right after.
         One that is made before ``start`` starts with ``seq``, and can't be forked itself until then."""
     def plan(self, now: float) -> StepPlan: ...
+    def plan_ahead(self, plan: StepPlan) -> StepPlan:
+        """What follows the outstanding ``plan``, made before its tokens are known (``token_ids`` are 0): one more token of each of
+        its sequences that has one to come as far as is known. Empty unless ``plan`` does nothing but decode and nobody waits to be
+        served. It is the outstanding plan once ``plan`` is advanced, and aborted with it. A sequence that ends with ``plan`` keeps
+        its blocks until this plan is over, and what is sampled for it here is ignored."""
     def advance(self, plan: StepPlan, sampled: Tokens) -> None:
         """The step ran; ``sampled[i]`` is the token of ``plan.seq[i]`` (ignored where ``sample`` is 0). Appends tokens, commits blocks that became full.
         An empty plan need not come back."""

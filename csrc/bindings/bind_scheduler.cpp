@@ -63,6 +63,11 @@ std::unique_ptr<StepPlan> plan(Scheduler& self, double now) {
   return std::make_unique<StepPlan>(self.core.plan(now));
 }
 
+std::unique_ptr<StepPlan> plan_ahead(Scheduler& self, const StepPlan& plan) {
+  const UnlockedCoreLock lock(self.blocks->mutex);
+  return std::make_unique<StepPlan>(self.core.plan_ahead(plan));
+}
+
 void advance(Scheduler& self, const StepPlan& plan, const py::array& sampled) {
   const auto tokens = int32_span(sampled, "sampled");
   const UnlockedCoreLock lock(self.blocks->mutex);
@@ -123,6 +128,7 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("sample", &plan_view<&StepPlan::sample>)
       .def_property_readonly("num_decodes", [](const StepPlan& plan) { return plan.decodes; })
       .def_property_readonly("preempted", &plan_view<&StepPlan::preempted>)
+      .def_property_readonly("follows", &plan_view<&StepPlan::follows>)
       .def_property_readonly("copies", &plan_pairs<&StepPlan::copies>)
       .def_property_readonly("swap_out", &plan_pairs<&StepPlan::swap_out>)
       .def_property_readonly("swap_in", &plan_pairs<&StepPlan::swap_in>);
@@ -156,6 +162,7 @@ void bind_scheduler(py::module_& module) {
           },
           py::arg("seq"), py::arg("first_token"), py::kw_only(), py::arg("max_new_tokens"))
       .def("plan", &plan, py::arg("now"))
+      .def("plan_ahead", &plan_ahead, py::arg("plan"))
       .def("advance", &advance, py::arg("plan"), py::arg("sampled"))
       .def(
           "abort_plan",

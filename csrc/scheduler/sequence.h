@@ -42,7 +42,8 @@ struct Sequence {
   SequenceId id = 0;
   SequenceState state = SequenceState::waiting;
   bool planned = false;       ///< part of the outstanding plan
-  bool removed = false;       ///< removed while planned; ends with that plan
+  bool ahead = false;         ///< part of the plan that was made ahead
+  bool removed = false;       ///< removed while planned; ends with the last plan that it is part of
   bool preempted = false;     ///< waits after a preemption
   bool follower = false;      ///< a fork that was made before its parent's start, and so starts with it
   bool knows_cached = false;  ///< cached_tokens is set

@@ -25,7 +25,8 @@ struct StepPlan {
   std::vector<std::int32_t> positions;
   std::vector<std::int64_t> slots;
   std::vector<SequenceId> preempted;
-  std::vector<BlockId> copies;  ///< source, target, source, target ...
+  std::vector<std::int32_t> follows;  ///< of a plan made ahead: the row of each sequence in the plan before it
+  std::vector<BlockId> copies;        ///< source, target, source, target ...
   /// Device block, host block ...: to be copied before anything is written, since the plan has given the blocks out
   /// again.
   std::vector<std::int32_t> swap_out;

@@ -31,7 +31,8 @@ struct NewSequence {
   std::int64_t seats = 1;  ///< of a reservation: sequences that will run, its forks included
 };
 
-/// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time. Cost of a step: per
+/// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time, and one more that follows
+/// it (plan_ahead). Cost of a step: per
 /// sequence O(1) whatever its context length, per waiting sequence nothing. Not thread-safe; methods that throw
 /// CoreError have changed nothing.
 class StepScheduler {
@@ -48,6 +49,10 @@ class StepScheduler {
   void remove(SequenceId id);
 
   StepPlan plan(double now);
+  /// What comes after the outstanding plan, before its tokens are known: one more token of each of its sequences that has
+  /// one to come. Empty, with nothing changed but blocks that sequences got early, unless all of it decodes and nobody else
+  /// is to be served. Becomes the outstanding plan when that one is advanced; aborting that one aborts it, too.
+  StepPlan plan_ahead(const StepPlan& plan);
   void advance(const StepPlan& plan, std::span<const std::int32_t> sampled);
   void abort_plan(const StepPlan& plan);
 
@@ -101,6 +106,13 @@ class StepScheduler {
   bool admit(std::size_t row);
   [[nodiscard]] std::size_t chunk_of(const Sequence& sequence, std::size_t budget) const noexcept;
   void emit(StepPlan& plan, Sequence& sequence, std::size_t query);
+
+  // One step further (step_scheduler_ahead.cpp)
+  [[nodiscard]] bool can_follow() const noexcept;
+  [[nodiscard]] static bool has_more(const Sequence& sequence) noexcept;
+  void emit_ahead(StepPlan& plan, Sequence& sequence, std::size_t row) const;
+  void promote_ahead();
+  void forget_ahead();
   void append_tokens(StepPlan& plan, const Sequence& sequence, std::size_t query) const;
 
   // Host memory (step_scheduler_swap.cpp)
@@ -134,6 +146,8 @@ class StepScheduler {
   std::vector<Sequence*> ready_;
   std::vector<Sequence*> in_flight_;  ///< of the outstanding plan, in its order
   std::uint64_t outstanding_ = 0;     ///< step of the outstanding plan; 0 if there is none
+  std::vector<Sequence*> ahead_;      ///< of the plan that follows it, in its order
+  std::uint64_t next_ = 0;            ///< step of the plan that follows; 0 if there is none
   std::uint64_t steps_ = 0;
   SequenceId last_id_ = 0;
   std::size_t reserved_ = 0;

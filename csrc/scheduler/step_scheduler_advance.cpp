@@ -27,11 +27,15 @@ void StepScheduler::advance(const StepPlan& plan, std::span<const std::int32_t> 
   for (std::size_t i = 0; i < sampled.size(); ++i) {
     Sequence& sequence = *in_flight_[i];
     sequence.planned = false;
-    step_done(sequence, sequence.samples() && !sequence.removed, sampled[i]);
-    if (sequence.removed) {
+    // One that was removed before the plan before this one was over has no token that this one could have computed.
+    if (sequence.left() > 0) {
+      step_done(sequence, sequence.samples() && !sequence.removed, sampled[i]);
+    }
+    if (sequence.removed && !sequence.ahead) {
       end(sequence);
     }
   }
+  promote_ahead();
 }
 
 void StepScheduler::abort_plan(const StepPlan& plan) {
@@ -40,6 +44,7 @@ void StepScheduler::abort_plan(const StepPlan& plan) {
   }
   require(plan.owner == this && plan.step == outstanding_, "only the outstanding plan can be aborted");
   outstanding_ = 0;
+  forget_ahead();
   forget_swapped_out();
   for (Sequence* sequence : in_flight_) {
     sequence->planned = false;

@@ -46,6 +46,9 @@ void StepScheduler::check() const {
   }
   const auto planned = std::ranges::count_if(sequences_, [](const auto& entry) { return entry.second->planned; });
   require(outstanding_ != 0 || planned == 0, "a sequence is planned without a plan");
+  const auto ahead = std::ranges::count_if(sequences_, [](const auto& entry) { return entry.second->ahead; });
+  require(ahead == std::ssize(ahead_) && (next_ != 0 || ahead == 0), "the sequences of the plan ahead are miscounted");
+  require(outstanding_ != 0 || next_ == 0, "a plan follows none");
 }
 
 void StepScheduler::check_sequence(const Sequence& sequence) const {
@@ -80,7 +83,7 @@ void StepScheduler::check_sequence(const Sequence& sequence) const {
     break;
   case SequenceState::ready:
   case SequenceState::decoding:
-    require(sequence.left() == 1 && sequence.outputs() >= 1, [&] { return fail("decodes with a backlog"); });
+    require((sequence.left() == 1 || sequence.removed) && sequence.outputs() >= 1, [&] { return fail("decodes with a backlog"); });
     break;
   case SequenceState::done:
     require(sequence.outputs() >= 1, [&] { return fail("is done without a token"); });

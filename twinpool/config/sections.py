@@ -142,6 +142,13 @@ class SchedulerSection(Section):
             "bound. 64: a batch's worth."
         ),
     )
+    ahead: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description=(
+            "Whether a step of greedy decodes is begun before the tokens of the step before are told, so that the device does "
+            "not wait for the host. `auto`: on a GPU. On a CPU it only delays every token by a step."
+        ),
+    )
 
 
 class TransferConfig(Section):

@@ -27,6 +27,7 @@ from twinpool.worker.parts import WorkerParts
 from twinpool.worker.prefix_fetch import PrefixFetcher
 from twinpool.worker.prefix_pins import PrefixPins
 from twinpool.worker.stack import EngineStack
+from twinpool.worker.step_ahead import AheadRunner
 from twinpool.worker.step_loop import StepLoop
 
 
@@ -84,10 +85,19 @@ def assemble(
         on_fatal=around.on_fatal,
         pins=pins,
         tap=CacheTap(stack.blocks, around.on_cache_events) if around.on_cache_events else None,
+        ahead=_ahead(config, stack),
         enter=partial(enter_device, config.worker.device),
         clock=around.clock,
     )
     return Assembly(parts, loop)
+
+
+def _ahead(config: TwinpoolConfig, stack: EngineStack) -> AheadRunner | None:
+    wanted = config.scheduler.ahead
+    if wanted == "off" or (wanted == "auto" and stack.pool.tensor.device.type == "cpu"):
+        return None
+    # What a test puts around the runner may run whole steps only.
+    return stack.runner if isinstance(stack.runner, AheadRunner) else None
 
 
 def _digest(stack: EngineStack) -> Digest:

@@ -4,6 +4,9 @@
 One turn: run what other threads asked for, end what has run out of time, plan a step, run it, tell the
 results. With nothing to run the thread sleeps until it is asked or until the next deadline, so leases end
 on time with no new work.
+
+With a runner that works ahead, a step of decodes is followed by the next one before its tokens are known: the
+device works while the host tells them. All else waits for a step that is not followed; `_at_leisure` says when.
 """
 
 import asyncio
@@ -18,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinpool._core import BlockManager, StepPlan, StepScheduler
+from twinpool.engine.begun import BegunStep
 from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.logs import get_logger
 from twinpool.v1 import worker_pb2 as pb
@@ -27,6 +31,7 @@ from twinpool.worker.meters import Meters
 from twinpool.worker.outbox import Outbox
 from twinpool.worker.prefix_pins import PrefixPins
 from twinpool.worker.role import RoleHandler
+from twinpool.worker.step_ahead import FOLLOWED_MAX, AheadRunner, Flight
 
 IDLE_SECONDS_MAX: Final = 1.0
 """Longest sleep: bounds how late a clock jump or a missed wake-up is noticed, and feeds the heartbeat."""
@@ -87,11 +92,12 @@ class StepLoop:
         on_fatal: Callable[[str], None],
         pins: PrefixPins | None = None,
         tap: CacheTap | None = None,
+        ahead: AheadRunner | None = None,
         enter: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``enter`` is called first on the step thread; ``on_fatal`` is called there, once, with why it gave up. ``tap``
-        takes the cache's events."""
+        takes the cache's events; ``ahead``, the same runner, begins steps before the one before them is told."""
         self.role = role
         self.tap = tap
         self.load = load
@@ -100,6 +106,8 @@ class StepLoop:
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
+        self._ahead = ahead
+        self._flight: Flight | None = None
         self._pool = pool
         self._outbox = outbox
         self._poison_freed = poison_freed
@@ -217,30 +225,34 @@ class StepLoop:
 
     def _done(self) -> bool:
         with self._wake:
-            self._ended = self._stopping and not self._inbox
+            self._ended = self._stopping and not self._inbox and self._flight is None
             return self._ended
 
     def turn(self) -> bool:
         """One turn. True if a step ran, so that the next turn should follow at once."""
-        self._heartbeat = self._clock()
-        self._drain()
-        now = self._clock()
-        self.role.on_clock(now)
-        if self._pins is not None:
-            self._pins.tick(now)
-        self._poison()
-        self.load.tick(now)
-        self._meters.tick(now, self.role.role)
-        # What commands caused must not wait for a step that may take long.
-        self._outbox.flush()
+        self._heartbeat = now = self._clock()
+        if self._flight is None:
+            self._drain()
+            now = self._clock()
+            self.role.on_clock(now)
+            if self._pins is not None:
+                self._pins.tick(now)
+            self._poison()
+            self._tell(now)
         worked = self._step(now)
         self._poison()
         if self.tap is not None:
             self.tap.drain()
         self._outbox.flush()
-        if self._quiet:
+        if self._quiet and self._flight is None:
             self._tell_quiet()
         return worked
+
+    def _tell(self, now: float) -> None:
+        """What routers and scrapers learn. What commands and steps caused must not wait for a step that may take long."""
+        self.load.tick(now)
+        self._meters.tick(now, self.role.role)
+        self._outbox.flush()
 
     def _tell_quiet(self) -> None:
         waiting, self._quiet = self._quiet, []
@@ -264,41 +276,104 @@ class StepLoop:
             self._poison()
 
     def _step(self, now: float) -> bool:
+        flight, self._flight = self._flight, None
         began = self._clock()
-        plan = self._scheduler.plan(now)
+        plan = self._scheduler.plan(now) if flight is None else flight.plan
         if plan.empty:
-            self._poison()
-            self._scheduler.abort_plan(plan)
-            if not self._scheduler.running:
-                self.progress += 1
-            return self._pins is not None and self._pins.make_way()
-        planned = self._clock()
+            return self._nothing_to_run(plan)
+        following: Flight | None = None
         try:
-            # Blocks that the plan has taken from sequences keep their content until here.
-            self._runner.swap(plan)
-            # The step writes into blocks that the plan has given out: what it freed is poisoned before.
-            self._poison()
-            draws = self.role.draws(plan)
-            # Peers need not wait for the step to hear what it starts from.
-            self._outbox.flush()
-            result = self._runner.step(plan, draws)
+            flight = flight or self._begin(plan, began)
+            following = self._follow(flight, now)
+            if following is not None:
+                self._tell(now)
+            result = flight.step.finish()
         except Exception as error:
             log.exception("step_failed", sequences=len(plan.seq))
             self._meters.step_failed()
+            # Blocks must not be given back while anything still writes to them.
+            self._settle()
             self._scheduler.abort_plan(plan)
             self.role.on_step_failed(plan, f"{type(error).__name__} in a step")
             self.progress += 1
             return True
         self._scheduler.advance(plan, result.tokens)
-        seconds = self._clock() - began
-        self.load.step_took(seconds)
-        self._meters.step(plan, planned - began, seconds)
+        ended = self._clock()
+        self._flight = following
+        if following is not None:
+            following.began = ended
+        self.load.step_took(ended - flight.began)
+        self._meters.step(plan, flight.plan_seconds, ended - flight.began)
         self.role.on_step(plan, result)
         self.progress += 1
         return True
 
+    def _nothing_to_run(self, plan: StepPlan) -> bool:
+        self._poison()
+        self._scheduler.abort_plan(plan)
+        if not self._scheduler.running:
+            self.progress += 1
+        return self._pins is not None and self._pins.make_way()
+
+    def _begin(self, plan: StepPlan, began: float) -> Flight:
+        planned = self._clock() - began
+        # Blocks that the plan has taken from sequences keep their content until here.
+        self._runner.swap(plan)
+        # The step writes into blocks that the plan has given out: what it freed is poisoned before.
+        self._poison()
+        draws = self.role.draws(plan)
+        # Peers need not wait for the step to hear what it starts from.
+        self._outbox.flush()
+        if self._ahead is not None:
+            return Flight(plan, draws, self._ahead.begin(plan, draws), began, planned)
+        result = self._runner.step(plan, draws)
+        return Flight(plan, draws, BegunStep(lambda: result), began, planned)
+
+    def _follow(self, flight: Flight, now: float) -> Flight | None:
+        """Begins the step after ``flight``, unless something else is to be done first."""
+        if (
+            self._ahead is None
+            or not self._ahead.may_follow(flight.step)
+            or not self._at_leisure(flight, now)
+        ):
+            return None
+        began = self._clock()
+        plan = self._scheduler.plan_ahead(flight.plan)
+        if plan.empty:
+            return None
+        planned = self._clock() - began
+        self._poison()
+        draws = [flight.draws[row] for row in plan.follows.tolist()]
+        return Flight(
+            plan, draws, self._ahead.follow(flight.step, plan, draws), began, planned, flight.row + 1
+        )
+
+    def _at_leisure(self, flight: Flight, now: float) -> bool:
+        """Whether nobody waits for what only a turn without a step that was begun ahead can do."""
+        if flight.row >= FOLLOWED_MAX or self._quiet:
+            return False
+        with self._wake:
+            if self._inbox or self._stopping:
+                return False
+        wakes = (self.role.next_wake(now), self._pins.next_wake() if self._pins is not None else None)
+        return not any(wake is not None and wake <= now for wake in wakes)
+
+    def _settle(self) -> None:
+        if self._ahead is not None:
+            try:
+                self._ahead.settle()
+            except Exception:
+                log.exception("device_failed")
+
+    def _drop_flight(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._settle()
+            self._scheduler.abort_plan(flight.plan)
+
     def _recover(self, detail: str) -> None:
         try:
+            self._drop_flight()
             self.role.fail_all(pb.FAILURE_REASON_INTERNAL, detail)
             self._outbox.flush()
         except Exception:
