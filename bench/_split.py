@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from twinpool.client import Client, request
 from twinpool.config import load_config, to_env
+from twinpool.errors import TwinpoolError
 from twinpool.store import Keys, Store, connect_store, start_store
 from twinpool.v1.control_pb2 import WORKER_STATE_READY, RouterRecord, WorkerRecord
 
@@ -166,6 +167,20 @@ async def ask(
             answer.bytes = event.finished.handoff.bytes
             answer.read_seconds = event.finished.handoff.read_time.ToTimedelta().total_seconds()
     return answer
+
+
+async def served(client: Client, decode_workers: int) -> None:
+    """Returns once a router has answered: to be asked it needs the tokenizer, and streams to so many decode workers. It calls itself
+    ready only with prefill workers, too, which the pool of the replicas has none of."""
+    while True:
+        try:
+            if any(found.decode_workers == decode_workers for found in await client.models()):
+                await ask(client, [9, 10, 11], 2)
+                return
+        except TwinpoolError as error:
+            if error.reason != "NO_WORKERS":
+                raise
+        await asyncio.sleep(0.1)
 
 
 class Prompts:

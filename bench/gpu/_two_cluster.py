@@ -12,9 +12,8 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench._split import ROUTERS, Processes, ask
+from bench._split import ROUTERS, Processes, served
 from twinpool.client import Client
-from twinpool.errors import TwinpoolError
 from twinpool.v1.control_pb2 import WorkerRecord
 
 REPLICAS = "replicas"
@@ -109,19 +108,5 @@ async def start(processes: Processes, plan: Plan) -> Running:
     for name in routers:
         clients[name] = Client((await processes.router(name)).endpoint)
     for name, client in clients.items():
-        await asyncio.wait_for(_served(client, 2 if name == REPLICAS else 1), SERVED_SECONDS)
+        await asyncio.wait_for(served(client, 2 if name == REPLICAS else 1), SERVED_SECONDS)
     return Running(clients, records)
-
-
-async def _served(client: Client, decode_workers: int) -> None:
-    """Returns once a router has answered: to be asked it needs the tokenizer, and streams to so many decode workers. It calls itself
-    ready only with prefill workers, too, which the pool of the replicas has none of."""
-    while True:
-        try:
-            if any(found.decode_workers == decode_workers for found in await client.models()):
-                await ask(client, [9, 10, 11], 2)
-                return
-        except TwinpoolError as error:
-            if error.reason != "NO_WORKERS":
-                raise
-        await asyncio.sleep(0.1)

@@ -59,13 +59,13 @@ TEST(Ahead, TakesABlockThatTheNextTokenNeeds) {
 }
 
 TEST(Ahead, IsEmptyWithoutABlock) {
-  Bench bench(4);
+  Bench bench(5);
   const SequenceId one = decoding(bench, 6, 12);
   for (int i = 0; i < 5; ++i) {
     bench.step();
   }
   const SequenceId other = bench.must_reserve(prompt(2, 900), 2);
-  const StepPlan plan = bench.plan();  // position 11 of three blocks; the fourth is taken
+  const StepPlan plan = bench.plan();  // position 11 of three blocks; the others are taken
   EXPECT_EQ(plan.positions, Tokens{11});
   EXPECT_TRUE(follow(bench, plan).seq.empty());
   bench.remove(other);

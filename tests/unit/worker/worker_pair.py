@@ -142,6 +142,7 @@ class Pair:
         read_deadline_seconds: float = 5.0,
         fetch_deadline_seconds: float = 3.0,
         sessions: dict[str, object] | None = None,
+        ahead: str = "auto",
     ) -> None:
         self.clock = Clock()
         self.fabric = Fabric()
@@ -156,6 +157,7 @@ class Pair:
                     "digest": "always",
                 },
                 "sessions": sessions or {},
+                "scheduler": {"ahead": ahead},
             }
         )
         self.links: list[Link] = []
