@@ -42,8 +42,14 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" 2> >(grep 
 say "Installing torch (CPU)"
 pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep -E '^torch==' constraints.txt)"
 say "Installing Twinpool and its pinned dependencies"
-pip install -c constraints.txt scikit-build-core pybind11 ninja
-pip install -c constraints.txt --no-build-isolation -e '.[worker,models,dev]'
+# uv does in seconds what takes pip minutes, but reads none of pip's settings: what it cannot find, pip may.
+index=${PIP_INDEX_URL:-$("$venv/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
+pip install -c constraints.txt uv || say "Without uv: pip takes some minutes"
+install() {
+  { [ -x "$venv/bin/uv" ] && ${index:+env UV_DEFAULT_INDEX="$index"} "$venv/bin/uv" pip install -q --python "$venv/bin/python" "$@"; } || pip install "$@"
+}
+install -c constraints.txt scikit-build-core pybind11 ninja
+install -c constraints.txt --no-build-isolation -e '.[worker,models,dev]'
 if ! command -v nvidia-smi >/dev/null && "$venv/bin/python" -m pip list 2>/dev/null | grep -qE '^(nvidia|cuda)-'; then
   say "A CUDA build was installed on a machine without a GPU: set TORCH_INDEX to an index with CPU builds"
   exit 1

@@ -44,7 +44,7 @@ EDGES = {
 
 
 def launcher(name: str) -> Callable[..., None]:
-    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), the pieces of ``soon``."""
+    """``portable``, or ``hopper`` with a variant behind a dash: p(dl), g(entle), an e for each early page, the pieces of ``soon``."""
     from twinpool.engine.kernels import triton_launch
 
     if name == "portable":
@@ -53,7 +53,10 @@ def launcher(name: str) -> Callable[..., None]:
 
     letters = name.partition("-")[2]
     variant = gluon_launch.Variant(
-        soon=int(letters.strip("pg") or 0), gentle="g" in letters, pdl="p" in letters
+        soon=int(letters.strip("pge") or 0),
+        gentle="g" in letters,
+        early=letters.count("e"),
+        pdl="p" in letters,
     )
 
     def attend(*operands: object, scale: float) -> None:
@@ -322,7 +325,7 @@ def show(times: list[dict[str, object]], variants: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", default="hopper-p1g,portable,float32")
+    parser.add_argument("--variants", default="hopper-p1gee,portable,float32")
     parser.add_argument("--variant", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--heads", type=int, default=16)

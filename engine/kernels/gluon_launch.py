@@ -30,11 +30,14 @@ class Variant:
     ``soon`` lets the products of a page begin when so many pieces of the next page's scores (of 11) are still on their
     way, not after all of them.
     ``gentle`` orders the second and third page of a block when the first one has come.
+    ``early``: so many pages of a block, at most three, are ordered before the launch before this one has ended, if that one
+    cannot write to them.
     ``pdl`` lets the launch begin while the one before it ends.
     """
 
     soon: int = 1
     gentle: bool = True
+    early: int = 2
     pdl: bool = True
 
 
@@ -100,6 +103,7 @@ def attend(
     largest = triton_launch.most_rows(batch, heads)
     groups = triton.cdiv(largest, ROWS)
     blocks, even = blocks_of(batch, triton_launch.device_of(query).processors, largest)
+    multi = batch.num_tokens > batch.num_sequences
     schedule = triton_launch.schedule_of(batch, blocks, RAGGED[largest > ROWS], even)
     part, part_lse = triton_launch.parts_of(batch, blocks, largest, LATENT)
     kv_desc, rope_desc = descriptors(pages)
@@ -108,8 +112,8 @@ def attend(
         kv_desc, rope_desc, query, batch.block_table, batch.context, batch.q_start, schedule.plan,
         output, part_lse if lse is None else lse, part, part_lse,
         scale * triton_launch.LOG2_E, batch.block_table.stride(0), pages.stride(0) // WIDTH, part.shape[1],
-        HEADS=heads, GROUPS=groups, MULTI=batch.num_tokens > batch.num_sequences, WITH_LSE=lse is not None,
-        SOON=built.soon, GENTLE=built.gentle, PDL=built.pdl, num_warps=4, **options,
+        HEADS=heads, GROUPS=groups, MULTI=multi, WITH_LSE=lse is not None,
+        SOON=built.soon, GENTLE=built.gentle, EARLY=0 if multi or not built.pdl else built.early, PDL=built.pdl, num_warps=4, **options,
     )  # fmt: skip
     if blocks > 1:
         merge(

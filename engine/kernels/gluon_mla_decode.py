@@ -36,6 +36,19 @@ MINUS = gl.constexpr(-1.0e30)  # below every score, yet finite: the difference o
 
 
 @gluon.jit
+def _await_launch(PDL: gl.constexpr):
+    """Waits until the launch before this one has ended, if this one may have begun before."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _old(s, i, wanted, CONTEXT):
+    """Whether page ``i`` of sequence ``s`` is wanted and full of tokens of earlier steps: all but the last one."""
+    return wanted & ((i + 1) * PAGE < gl.load(CONTEXT + s, mask=wanted, other=0))
+
+
+@gluon.jit
 def _fetch(SIDE: gl.constexpr, kv_desc, row, full, half, wanted):
     """Starts the copy of one half page if ``wanted``."""
     mbarrier.expect(full, 64 * 256 * 2, pred=wanted)
@@ -150,8 +163,13 @@ def _soften(sc, i, certain, limit, m, norm, scale, k, mix, al_s, p_empty, LS: gl
 def _scores(
     Q, CONTEXT, Q_START, LSE, PART_LSE, scale, block, group, s0, p0, s1, p1, stop, part_rows,
     qx_s, qz_s, left, right, mix, al_s, left_full, right_full, rope_full, al_full, p_full, p_empty, l_full, l_empty,
-    HEADS: gl.constexpr, MULTI: gl.constexpr, WITH_LSE: gl.constexpr, SOON: gl.constexpr,
+    HEADS: gl.constexpr, MULTI: gl.constexpr, WITH_LSE: gl.constexpr, SOON: gl.constexpr, PDL: gl.constexpr,
 ):
+    _await_launch(PDL)
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     LS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     rs: gl.constexpr = gl.SliceLayout(1, LS)
     lane = gl.arange(0, 64, layout=rs)
@@ -232,7 +250,7 @@ def _values(
     SIDE: gl.constexpr, kv_desc, rope_desc, TABLE, table_stride, page_rows, CONTEXT, Q_START, OUT, PART,
     block, group, s0, p0, s1, p1, stop, length, number, part_rows,
     half, mix, al_s, full, rope_full, al_full, p_full, p_empty, l_full, l_empty,
-    HEADS: gl.constexpr, MULTI: gl.constexpr, GENTLE: gl.constexpr,
+    HEADS: gl.constexpr, MULTI: gl.constexpr, GENTLE: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):
     LO: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     rl: gl.constexpr = gl.SliceLayout(1, LO)
@@ -242,19 +260,36 @@ def _values(
     known = p0 < cend
     cs, ci, cend = skip(s0, p0, cend, s1, p1, stop, CONTEXT)
     w0 = ci < cend
+    e0 = _old(cs, ci, w0, CONTEXT) & (EARLY > 0)
     r0 = gl.load(TABLE + cs * table_stride + ci, mask=w0 & (known == 0), other=number) * page_rows
-    _fetch(SIDE, kv_desc, r0, full.index(0), half.index(0), w0)
+    _fetch(SIDE, kv_desc, r0, full.index(0), half.index(0), e0)
+    if SIDE == 0:
+        _fetch_rope(rope_desc, r0, rope_full.index(0), mix.index(0), e0)
     cs, ci, cend = skip(cs, ci + 1, cend, s1, p1, stop, CONTEXT)
     w1 = ci < cend
+    e1 = _old(cs, ci, w1, CONTEXT) & (EARLY > 1)
     r1 = gl.load(TABLE + cs * table_stride + ci, mask=w1, other=0) * page_rows
+    _fetch(SIDE, kv_desc, r1, full.index(1), half.index(1), e1)
+    if SIDE == 0:
+        _fetch_rope(rope_desc, r1, rope_full.index(1), mix.index(1), e1)
     cs, ci, cend = skip(cs, ci + 1, cend, s1, p1, stop, CONTEXT)
     w2 = ci < cend
+    e2 = _old(cs, ci, w2, CONTEXT) & (EARLY > 2)
     r2 = gl.load(TABLE + cs * table_stride + ci, mask=w2, other=0) * page_rows
+    _fetch(SIDE, kv_desc, r2, full.index(2), half.index(2), e2)
+    if SIDE == 0:
+        _fetch_rope(rope_desc, r2, rope_full.index(2), mix.index(2), e2)
+    # A sequence's last page takes a token of this step; what is written here may still be read by the launch before.
+    _await_launch(PDL)
+    w0 = w0 & (e0 == 0)
+    w1 = w1 & (e1 == 0)
+    w2 = w2 & (e2 == 0)
+    _fetch(SIDE, kv_desc, r0, full.index(0), half.index(0), w0)
     if SIDE == 0:
         _fetch_rope(rope_desc, r0, rope_full.index(0), mix.index(0), w0)
     if GENTLE:  # noqa: SIM102
         # The query is on its way too. It would come last, if all pages were ordered at once.
-        if w0:
+        if w0 | e0:
             mbarrier.wait(full.index(0), 0)
     if SIDE == 0:
         _fetch_rope(rope_desc, r1, rope_full.index(1), mix.index(1), w1)
@@ -324,7 +359,7 @@ def mla_decode(
     kv_desc, rope_desc, Q, TABLE, CONTEXT, Q_START, PLAN, OUT, LSE, PART, PART_LSE,
     scale, table_stride, page_rows, part_rows,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, MULTI: gl.constexpr, WITH_LSE: gl.constexpr, SOON: gl.constexpr,
-    GENTLE: gl.constexpr, PDL: gl.constexpr,
+    GENTLE: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):
     """Program (block of the schedule, run of 64 query rows). See ``gluon_launch.attend``."""
     block = gl.program_id(0) // GROUPS
@@ -354,12 +389,7 @@ def mla_decode(
     l_full = _barriers(1, 1).index(0)
     l_empty = _barriers(1, 2).index(0)
     fence_async_shared()
-    if PDL:
-        # The plan is older than the launch before this one; what that one makes is first used below.
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    # Plan, lengths and page numbers are older than the launch before this one, so are all pages but sequences' last ones.
     gl.warp_specialize(
         [
             (
@@ -367,7 +397,7 @@ def mla_decode(
                 (
                     Q, CONTEXT, Q_START, LSE, PART_LSE, scale, block, group, s0, p0, s1, p1, stop, part_rows,
                     qx_s, qz_s, left, right, mix, al_s, left_full, right_full, rope_full,
-                    al_full, p_full, p_empty, l_full, l_empty, HEADS, MULTI, WITH_LSE, SOON,
+                    al_full, p_full, p_empty, l_full, l_empty, HEADS, MULTI, WITH_LSE, SOON, PDL,
                 ),
             ),
             (
@@ -376,7 +406,7 @@ def mla_decode(
                     0, kv_desc, rope_desc, TABLE, table_stride, page_rows, CONTEXT, Q_START, OUT, PART,
                     block, group, s0, p0, s1, p1, stop, length, number, part_rows,
                     left, mix, al_s, left_full, rope_full, al_full, p_full, p_empty, l_full, l_empty, HEADS, MULTI,
-                    GENTLE,
+                    GENTLE, EARLY, PDL,
                 ),
             ),
             (
@@ -385,7 +415,7 @@ def mla_decode(
                     1, kv_desc, rope_desc, TABLE, table_stride, page_rows, CONTEXT, Q_START, OUT, PART,
                     block, group, s0, p0, s1, p1, stop, length, number, part_rows,
                     right, mix, al_s, right_full, rope_full, al_full, p_full, p_empty, l_full, l_empty, HEADS, MULTI,
-                    GENTLE,
+                    GENTLE, EARLY, PDL,
                 ),
             ),
         ],

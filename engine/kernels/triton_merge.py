@@ -30,9 +30,10 @@ def merge_kernel(
     start = tl.load(Q_START + sequence)
     rows = (tl.load(Q_START + sequence + 1) - start) * HEADS
     if PDL:
-        # The plan is older than the split, which let this launch begin only after it had waited itself.
-        gdc_wait()
+        # The plan is older than the split, which let this launch begin only after it had waited itself. In this order: what
+        # follows may order what is older, too, while this one waits.
         gdc_launch_dependents()
+        gdc_wait()
     # One block did the whole sequence: it wrote the output itself.
     if (first < last) & (tl.program_id(0) * ROWS < rows):
         real = row < rows

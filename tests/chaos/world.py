@@ -49,6 +49,7 @@ WORKER: dict[str, object] = {
     "kv.num_blocks": 512,
     "kv.block_tokens": BLOCK,
     "kv.poison_freed": True,
+    "scheduler.ahead": "on",
     "scheduler.max_chunk_tokens": 64,
     "scheduler.max_batched_tokens": 256,
     "transfer.digest": "always",

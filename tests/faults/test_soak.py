@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 LEASE_SECONDS = 2.0
 SETTINGS = {
+    "scheduler.ahead": "on",
     "transfer.lease_seconds": LEASE_SECONDS,
     "transfer.read_deadline_seconds": 1.5,
     "transfer.fetch_deadline_seconds": 1.0,

@@ -10,6 +10,8 @@ from tests.support.cluster import Cluster, running_cluster
 from twinpool.engine.tiny import write_tiny
 
 FAMILIES = ("deepseek_v3", "deepseek_v2", "llama", "qwen3")
+AHEAD = ("deepseek_v2", "qwen3")
+"""One with latent attention and one without work ahead, as workers on a GPU do."""
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +31,6 @@ def cluster(
 ) -> Iterator[Cluster]:
     """One prefill and one decode worker with small poisoned pools, a router, a store, Ray."""
     family: str = request.param
-    with running_cluster(tmp_path_factory.mktemp(family), checkpoints[family]) as running:
+    settings = {"scheduler.ahead": "on" if family in AHEAD else "auto"}
+    with running_cluster(tmp_path_factory.mktemp(family), checkpoints[family], settings) as running:
         yield running

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from twinpool._core import StepPlan
+from twinpool.engine.begun import BegunStep
 from twinpool.engine.runner import SequenceDraw, StepResult
 from twinpool.ids import WorkerKey
 from twinpool.transfer.base import (
@@ -19,6 +21,7 @@ from twinpool.transfer.base import (
     TransferAgent,
     TransferError,
 )
+from twinpool.worker.step_ahead import AheadRunner
 from twinpool.worker.step_loop import Runner
 
 
@@ -35,10 +38,32 @@ class GatedRunner:
         self._real.swap(plan)
 
     def step(self, plan: StepPlan, draws: list[SequenceDraw]) -> StepResult:
+        self._pass()
+        return self._real.step(plan, draws)
+
+    def begin(self, plan: StepPlan, draws: Sequence[SequenceDraw]) -> BegunStep:
+        self._pass()
+        return self._works_ahead.begin(plan, draws)
+
+    def follow(self, before: BegunStep, plan: StepPlan, draws: Sequence[SequenceDraw]) -> BegunStep:
+        self._pass()
+        return self._works_ahead.follow(before, plan, draws)
+
+    def may_follow(self, before: BegunStep) -> bool:
+        return self._works_ahead.may_follow(before)
+
+    def settle(self) -> None:
+        self._works_ahead.settle()
+
+    @property
+    def _works_ahead(self) -> AheadRunner:
+        assert isinstance(self._real, AheadRunner)
+        return self._real
+
+    def _pass(self) -> None:
         self.standing = not self.gate.is_set()
         self.gate.wait()
         self.standing = False
-        return self._real.step(plan, draws)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)

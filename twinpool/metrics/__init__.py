@@ -329,6 +329,9 @@ WORKER_PLAN_TIME = Histogram(
     "twinpool_worker_plan_time_seconds", "The scheduler's share of a step.", buckets=SHORT_BUCKETS
 )
 WORKER_STEP_TOKENS = Histogram("twinpool_worker_step_tokens", "Tokens in one step.", buckets=TOKEN_BUCKETS)
+WORKER_STEPS_AHEAD = Counter(
+    "twinpool_worker_steps_ahead", "Steps begun before the tokens of the step before were told."
+)
 WORKER_STEP_FAILURES = Counter("twinpool_worker_step_failures", "Steps that raised.")
 WORKER_ATTEMPT_FAILURES = Counter(
     "twinpool_worker_attempt_failures", "Attempts that this worker failed or refused, by reason.", ["reason"]

@@ -26,14 +26,16 @@ class Meters:
             {"block_size": str(limits.block_tokens), "num_gpu_blocks": str(limits.num_blocks)}
         )
 
-    def step(self, plan: StepPlan, plan_seconds: float, step_seconds: float) -> None:
-        """A step ran."""
+    def step(self, plan: StepPlan, plan_seconds: float, step_seconds: float, *, ahead: bool) -> None:
+        """A step ran; ``ahead``: it was begun before the tokens of the one before were told."""
         tokens, decodes = int(plan.q_start[-1]), plan.num_decodes
         drawn, totals = int(plan.sample.sum()), self._parts.totals
         totals.busy_seconds += step_seconds
         totals.prompt_tokens += tokens - decodes
         totals.generation_tokens += drawn
         metrics.WORKER_STEP_TIME.observe(step_seconds)
+        if ahead:
+            metrics.WORKER_STEPS_AHEAD.inc()
         metrics.WORKER_PLAN_TIME.observe(plan_seconds)
         metrics.WORKER_STEP_TOKENS.observe(tokens)
         metrics.WORKER_PROMPT_TOKENS.inc(tokens - decodes)

@@ -303,7 +303,7 @@ class StepLoop:
         if following is not None:
             following.began = ended
         self.load.step_took(ended - flight.began)
-        self._meters.step(plan, flight.plan_seconds, ended - flight.began)
+        self._meters.step(plan, flight.plan_seconds, ended - flight.began, ahead=flight.row > 0)
         self.role.on_step(plan, result)
         self.progress += 1
         return True

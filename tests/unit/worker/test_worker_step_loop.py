@@ -101,7 +101,7 @@ class NoMeters:
     def tick(self, now: float, role: object) -> None:
         pass
 
-    def step(self, plan: object, planned: float, seconds: float) -> None:
+    def step(self, plan: object, planned: float, seconds: float, *, ahead: bool) -> None:
         pass
 
     def step_failed(self) -> None:
