@@ -31,10 +31,9 @@ struct NewSequence {
   std::int64_t seats = 1;  ///< of a reservation: sequences that will run, its forks included
 };
 
-/// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time, and one more that follows
-/// it (plan_ahead). Cost of a step: per
-/// sequence O(1) whatever its context length, per waiting sequence nothing. Not thread-safe; methods that throw
-/// CoreError have changed nothing.
+/// Plans steps over a block manager: plan -> run -> advance (or abort_plan), one plan at a time, and one more that
+/// follows it (plan_ahead). Cost of a step: per sequence O(1) whatever its context length, per waiting sequence
+/// nothing. Not thread-safe; methods that throw CoreError have changed nothing.
 class StepScheduler {
  public:
   StepScheduler(BlockManager& blocks, const SchedulerConfig& config);
@@ -49,9 +48,10 @@ class StepScheduler {
   void remove(SequenceId id);
 
   StepPlan plan(double now);
-  /// What comes after the outstanding plan, before its tokens are known: one more token of each of its sequences that has
-  /// one to come. Empty, with nothing changed but blocks that sequences got early, unless all of it decodes and nobody else
-  /// is to be served. Becomes the outstanding plan when that one is advanced; aborting that one aborts it, too.
+  /// What comes after the outstanding plan, before its tokens are known: one more token of each of its sequences that
+  /// has one to come. Empty, with nothing changed but blocks that sequences got early, unless all of it decodes and
+  /// nobody else is to be served. Becomes the outstanding plan when that one is advanced; aborting that one aborts it,
+  /// too.
   StepPlan plan_ahead(const StepPlan& plan);
   void advance(const StepPlan& plan, std::span<const std::int32_t> sampled);
   void abort_plan(const StepPlan& plan);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step further than the outstanding plan: what a device can begin with before the host has seen the tokens. Sequences
-// that turn out to have ended meanwhile keep their blocks until the step that was begun with them is over.
+// One step further than the outstanding plan: what a device can begin with before the host has seen the tokens.
+// Sequences that turn out to have ended meanwhile keep their blocks until the step that was begun with them is over.
 #include <algorithm>
 
 #include "core/error.h"

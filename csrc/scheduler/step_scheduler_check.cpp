@@ -83,7 +83,8 @@ void StepScheduler::check_sequence(const Sequence& sequence) const {
     break;
   case SequenceState::ready:
   case SequenceState::decoding:
-    require((sequence.left() == 1 || sequence.removed) && sequence.outputs() >= 1, [&] { return fail("decodes with a backlog"); });
+    require((sequence.left() == 1 || sequence.removed) && sequence.outputs() >= 1,
+            [&] { return fail("decodes with a backlog"); });
     break;
   case SequenceState::done:
     require(sequence.outputs() >= 1, [&] { return fail("is done without a token"); });

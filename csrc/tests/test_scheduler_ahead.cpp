@@ -171,7 +171,8 @@ TEST(Ahead, AnAbortedOneIsPlannedAgain) {
   EXPECT_EQ(bench.outputs(one).size(), 3U);
 }
 
-/// Sequences come and end at random, and some plans are followed: each one's tokens follow each other, and nothing is lost.
+/// Sequences come and end at random, and some plans are followed: each one's tokens follow each other, and nothing is
+/// lost.
 TEST(Ahead, NoTokenIsSkippedOrDrawnTwice) {
   for (std::uint32_t seed = 0; seed < 40; ++seed) {
     std::mt19937 random(seed);
