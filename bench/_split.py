@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -181,6 +181,15 @@ async def served(client: Client, decode_workers: int) -> None:
             if error.reason != "NO_WORKERS":
                 raise
         await asyncio.sleep(0.1)
+
+
+async def all_run(answers: Sequence[Answer], tasks: Sequence[asyncio.Future[Answer]]) -> None:
+    """Returns once each of the answers has a token. Raises what ended one of the tasks that ask for them."""
+    while not all(answer.times for answer in answers):
+        await asyncio.sleep(0.002)
+        for task in tasks:
+            if task.done():
+                task.result()
 
 
 class Prompts:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from bench._common import percentile
-from bench._split import Answer, Prompts, ask
+from bench._split import Answer, Prompts, all_run, ask
 from twinpool.client import Client
 from twinpool.control.replay.figures import Objectives, Timing, latency_figures
 from twinpool.errors import TwinpoolError
@@ -45,11 +45,7 @@ async def _window(
         for answer in answers
     ]
     try:
-        while not all(answer.times for answer in answers):
-            await asyncio.sleep(0.002)
-            for task in tasks:
-                if task.done():
-                    task.result()
+        await all_run(answers, tasks)
         quiet = time.perf_counter()
         await asyncio.sleep(2 * load.every)
         began = time.perf_counter()

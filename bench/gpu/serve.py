@@ -25,7 +25,7 @@ import urllib.request
 from pathlib import Path
 
 from bench._common import Figures, arguments, percentile, report
-from bench._split import ROUTERS, Answer, Processes, Prompts, ask, served
+from bench._split import ROUTERS, Answer, Processes, Prompts, all_run, ask, served
 from bench.gpu.split import write_model
 from twinpool.client import Client
 
@@ -52,11 +52,7 @@ async def running(
         for prompt, answer in zip(asked, answers, strict=True)
     ]
     try:
-        while not all(answer.times for answer in answers):
-            await asyncio.sleep(0.002)
-            for task in tasks:
-                if task.done():
-                    task.result()
+        await all_run(answers, tasks)
         began = max(answer.times[0] for answer in answers)
         before = await asyncio.to_thread(steps_of, metrics)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
