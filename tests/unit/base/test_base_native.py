@@ -251,15 +251,17 @@ async def test_a_handler_is_wrapped_once_until_another_takes_its_place() -> None
     async def echo(request: bytes, context: Any) -> bytes:
         return request
 
-    interceptor, details = ErrorInterceptor(), SimpleNamespace(method=f"/{SERVICE}/Do")
+    interceptor = ErrorInterceptor()
+    details: Any = SimpleNamespace(method=f"/{SERVICE}/Do")
 
     async def wrapped(handler: Any) -> Any:
         async def found(_: object) -> Any:
             return handler
 
-        return await interceptor.intercept_service(found, details)  # type: ignore[arg-type]
+        return await interceptor.intercept_service(found, details)
 
-    one, other = grpc.unary_unary_rpc_method_handler(echo), grpc.unary_unary_rpc_method_handler(echo)
+    one: Any = grpc.unary_unary_rpc_method_handler(echo)
+    other: Any = grpc.unary_unary_rpc_method_handler(echo)
     first = await wrapped(one)
     assert await wrapped(one) is first
     assert await wrapped(other) is not first

@@ -49,7 +49,7 @@ async def test_a_write_that_waits_gets_what_it_waits_for() -> None:
         for waited in (ready, asyncio.sleep(0, "again")):
             heard.append(await waited)
 
-    writing = asyncio.create_task(patient(write, 60.0)(pb.GenerateResponse()))
+    writing = asyncio.ensure_future(patient(write, 60.0)(pb.GenerateResponse()))
     await asyncio.sleep(0)
     ready.set_result("taken")
     await writing
@@ -66,7 +66,7 @@ async def test_who_cancels_a_write_that_waits_ends_it_with_its_own_cancel() -> N
         finally:
             ended.set()
 
-    writing = asyncio.create_task(patient(write, 60.0)(pb.GenerateResponse()))
+    writing = asyncio.ensure_future(patient(write, 60.0)(pb.GenerateResponse()))
     await waits.wait()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
