@@ -88,7 +88,7 @@ class Ours:
     """Twinpool's router. ``processes`` routers on one port."""
 
     name = "ours"
-    transport = "auto"
+    transport = "native"
 
     def __init__(
         self, peers: str, tokenizer: str, step_seconds: float, processes: int = 1, workers: int = 4

@@ -25,6 +25,9 @@ from twinpool.v1 import control_pb2, inference_pb2, worker_pb2
 
 log = get_logger(__name__)
 
+_TOO_LONG: Final = metrics.ROUTER_TRANSFER_ERROR.labels("over")
+_TOO_SHORT: Final = metrics.ROUTER_TRANSFER_ERROR.labels("under")
+
 # A timer that is off by so much is not worth a wake-up of its own.
 _TIMER_SLACK_SECONDS: Final = 0.001
 _LONGEST_TIMER_SECONDS: Final = 3600.0
@@ -250,9 +253,7 @@ class Admission:
             expected = self.core.predict_transfer(key.name, key.incarnation, stats.blocks)
             metrics.ROUTER_TRANSFER_TIME.observe(seconds)
             metrics.ROUTER_PREDICTED_TRANSFER_TIME.observe(expected)
-            metrics.ROUTER_TRANSFER_ERROR.labels("over" if expected > seconds else "under").observe(
-                abs(expected - seconds)
-            )
+            (_TOO_LONG if expected > seconds else _TOO_SHORT).observe(abs(expected - seconds))
         self.core.observe_transfer(key.name, key.incarnation, stats.blocks, seconds)
 
     # --- planning -------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
@@ -22,7 +23,8 @@ class Call(Generic[E]):
     write: Callable[[E], Awaitable[None]]
     deadline: Deadline = field(default_factory=Deadline)
     traceparent: str = ""
-    caller: Caller = field(default_factory=Caller)
+    who: Callable[[], Caller] = Caller
+    """Says who the caller is: not every router asks."""
     arrival: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -32,9 +34,14 @@ class Call(Generic[E]):
             context.write,
             Deadline.of_call(context),
             tracing.traceparent_of(context.invocation_metadata()),
-            Caller.of(context),
+            partial(Caller.of, context),
         )
+
+    @property
+    def caller(self) -> Caller:
+        """Who calls."""
+        return self.who()
 
     def to(self, write: Callable[[F], Awaitable[None]]) -> "Call[F]":
         """The same call, whose events go elsewhere."""
-        return Call(write, self.deadline, self.traceparent, self.caller, self.arrival)
+        return Call(write, self.deadline, self.traceparent, self.who, self.arrival)

@@ -83,6 +83,8 @@ class ModelTable:
         self._members: dict[GroupId, _Members] = {}
         # Of every path that was ever loaded: a model whose last worker restarts is back without a reload.
         self._tokenizers: dict[str, Tokenizer] = {}
+        # By the workers' own path and their pool: where their tokenizer is read from here.
+        self._paths: dict[tuple[str, str], str] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._known = {rule.model for rule in self._rules.values() if rule.model}
 
@@ -98,7 +100,7 @@ class ModelTable:
         members.records[key] = record
         members.group = _make_group(members.records.values())
         self._known.add(record.model)
-        path = self._path_of(record.model_path, record.pool)
+        path = self._paths[record.model_path, record.pool] = self._path_of(record.model_path, record.pool)
         members.tokenizer = members.tokenizer or self._tokenizers.get(path)
         # Pools that share a path share its tokenizer.
         if members.tokenizer is None and path not in self._loading:
@@ -185,7 +187,7 @@ class ModelTable:
 
     def tokenizer(self, group: Group) -> Tokenizer:
         """That of a group that was resolved before, whether or not it has workers now."""
-        return self._tokenizers[self._path_of(group.model_path, group.pool)]
+        return self._tokenizers[self._paths[group.model_path, group.pool]]
 
     def names(self) -> list[str]:
         """Names of the models, in order."""

@@ -3,7 +3,10 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
+
+import prometheus_client
 
 from twinpool import metrics
 from twinpool._core import RouterCore
@@ -12,6 +15,12 @@ from twinpool.router.request import Prepared
 
 POOLS_MAX: Final = 1024
 """Most pairs of pool and model that are remembered; those without a request go first."""
+
+
+@cache
+def _accepted(pool: str, model: str) -> prometheus_client.Counter:
+    """The counter of a pool's and model's requests. Looking it up by its labels costs more than counting does."""
+    return metrics.ROUTER_POOL_REQUESTS.labels(pool, model)
 
 
 @dataclass(slots=True)
@@ -40,7 +49,7 @@ class PoolLoads:
         self._labels[request] = group.label
         self._active[group.label] += 1
         self._known[group.label] = (group.pool, group.model)
-        metrics.ROUTER_POOL_REQUESTS.labels(group.pool, group.model).inc()
+        _accepted(group.pool, group.model).inc()
 
     def ended(self, request: int) -> None:
         """The core forgets a request."""

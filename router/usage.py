@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
+
+from prometheus_client import Counter
 
 from twinpool import metrics
 from twinpool.logs import get_logger
@@ -33,6 +36,18 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+@cache
+def _requests(label: str) -> Counter:
+    """A label's counter of requests. Looking it up costs more than counting does; labels are bounded by what operators name."""
+    return metrics.ROUTER_TENANT_REQUESTS.labels(label)
+
+
+@cache
+def _tokens(label: str, kind: str) -> Counter:
+    """A label's counter of tokens of a kind: prompt, cached or completion."""
+    return metrics.ROUTER_TENANT_TOKENS.labels(label, kind)
 
 
 class UsageBook:
@@ -64,12 +79,23 @@ class UsageBook:
         """Adds to what a tenant has used."""
         total = self._totals.setdefault(self._entry(tenant), Totals())
         label = tenant if self._known(tenant) else OTHER
-        for name, value in asdict(used).items():
-            setattr(total, name, getattr(total, name) + value)
-            if value and name != "requests":
-                metrics.ROUTER_TENANT_TOKENS.labels(label, name.removesuffix("_tokens")).inc(value)
+        total.requests += used.requests
+        total.prompt_tokens += used.prompt_tokens
+        total.cached_tokens += used.cached_tokens
+        total.completion_tokens += used.completion_tokens
         if used.requests:
-            metrics.ROUTER_TENANT_REQUESTS.labels(label).inc(used.requests)
+            _requests(label).inc(used.requests)
+        if used.prompt_tokens:
+            _tokens(label, "prompt").inc(used.prompt_tokens)
+        if used.cached_tokens:
+            _tokens(label, "cached").inc(used.cached_tokens)
+        if used.completion_tokens:
+            _tokens(label, "completion").inc(used.completion_tokens)
+
+    @property
+    def recording(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
 
     def record(self, line: dict[str, object]) -> None:
         """Appends a line to the file."""
@@ -129,6 +155,8 @@ class Meter:
         if self._used == Totals():
             return
         self._book.add(self._tenant, self._used)
+        if not self._book.recording:
+            return
         line: dict[str, object] = {
             "time": time.time(),
             "tenant": self._tenant,

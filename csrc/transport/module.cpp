@@ -212,6 +212,7 @@ PYBIND11_MODULE(_transport, m) {
           py::arg("engine"), py::arg("target"), py::arg("options"), py::arg("certificates") = std::nullopt)
       .def("stream", &Channel::stream, Unlocked(), py::arg("method"));
   m.def("send", &send, py::arg("entries"));
+  m.def("core_version", &grpc_version_string);
 }
 
 }  // namespace twinpool::transport

@@ -8,6 +8,7 @@ event is there, so that what is refused before is refused with the status of its
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
@@ -239,7 +240,7 @@ def _echoed(request: pb.GenerateRequest) -> str | Sequence[int]:
 
 
 def _call(request: web.Request, write: Callable[[E], Awaitable[None]]) -> Call[E]:
-    return Call(write, traceparent=request.headers.get("traceparent", ""), caller=_caller(request))
+    return Call(write, traceparent=request.headers.get("traceparent", ""), who=partial(_caller, request))
 
 
 def _set_key(request: web.Request, asked: pb.GenerateRequest, suffix: str = "") -> None:

@@ -33,7 +33,8 @@ class RpcConfig(Section):
         default=5.0, ge=0.1, le=600, description="Longest wait for a connection, in seconds."
     )
     transport: Literal["auto", "python", "native"] = Field(
-        default="python",
+        default="auto",
         description="What carries a router's calls: `python` is gRPC for Python; `native` is gRPC's C core under the router's own "
-        "adapter, which costs some 0.7 times the CPU and is new; `auto` takes `native` where it was built.",
+        "adapter, which costs some 0.7 times the CPU; `auto` takes `native` where its gRPC is 1.73 or newer. An older one, as Debian "
+        "12 has it, can be silenced by one client.",
     )

@@ -102,12 +102,14 @@ class AuditLog:
             os.close(self._file)
             self._file = -1
 
-    def call(self, method: str, request: Any, context: Context) -> Call:
-        """A call of ``method``, by gRPC's full name. To be entered once."""
+    def watches(self, method: str) -> bool:
+        """Whether calls of ``method``, by gRPC's full name, may have to be written down."""
         name = short_name(method)
-        if name not in METHODS and name.partition("/")[0] not in _SERVICES:
-            return Call()
-        return _AuditedCall(self, name, request, context)
+        return name in METHODS or name.partition("/")[0] in _SERVICES
+
+    def call(self, method: str, request: Any, context: Context) -> Call:
+        """A call of a method that it watches. To be entered once."""
+        return _AuditedCall(self, short_name(method), request, context)
 
     def write(self, line: dict[str, object]) -> None:
         """Appends a line. Raises OSError."""

@@ -41,6 +41,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, roles: RoleGuard | None = None, audit: AuditLog | None = None) -> None:
         self._roles = roles
         self._audit = audit
+        # The handler of a method, and what it was wrapped to: grpc.aio asks at every call.
+        self._wrapped: dict[str, tuple[Any, _Method]] = {}
 
     async def intercept_service(
         self,
@@ -52,24 +54,42 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if found is None:
             return None
         method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is not None and known[0] is found:
+            return known[1]
         make = getattr(grpc, f"{_arity(found)}_rpc_method_handler")
         inner = getattr(found, _arity(found))
-        wrapped = _guard(inner, method, self._admitted, streams=bool(found.response_streaming))
+        wrapped = _guard(inner, method, self._admission_of(method), streams=bool(found.response_streaming))
         handler: _Method = make(
             wrapped,
             request_deserializer=found.request_deserializer,
             response_serializer=found.response_serializer,
         )
+        self._wrapped[method] = found, handler
         return handler
 
-    @contextlib.contextmanager
-    def _admitted(self, method: str, request: Any, context: _Context) -> Iterator[Call]:
-        call = self._audit.call(method, request, context) if self._audit is not None else Call()
-        with call:
-            if self._roles is not None:
-                self._roles.check(method, context)
-            call.admitted()
-            yield call
+    def _admission_of(self, method: str) -> _Admitted:
+        roles = self._roles if self._roles is not None and self._roles.guards(method) else None
+        audit = self._audit if self._audit is not None and self._audit.watches(method) else None
+        if roles is None and audit is None:
+            return _open_to_all
+
+        @contextlib.contextmanager
+        def admitted(method: str, request: Any, context: _Context) -> Iterator[Call]:
+            with audit.call(method, request, context) if audit is not None else Call() as call:
+                if roles is not None:
+                    roles.check(method, context)
+                call.admitted()
+                yield call
+
+        return admitted
+
+
+_UNWATCHED = Call()
+
+
+def _open_to_all(method: str, request: Any, context: _Context) -> Call:
+    return _UNWATCHED
 
 
 def _arity(handler: Any) -> str:

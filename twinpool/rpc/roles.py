@@ -45,10 +45,14 @@ class RoleGuard:
     def __init__(self, domain: str) -> None:
         self._domain = domain
 
+    def guards(self, method: str) -> bool:
+        """Whether not everybody may call ``method``."""
+        return _allowed(short_name(method)) is not None
+
     def check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Raises PERMISSION_DENIED if the caller's certificate names no role that may call ``method``."""
         name = short_name(method)
-        allowed = _CALLERS.get(name) or _CALLERS.get(name.partition("/")[0])
+        allowed = _allowed(name)
         if allowed is None:
             return
         shown = roles_in(names_of(context), self._domain)
@@ -58,6 +62,10 @@ class RoleGuard:
                 f"{name} is for {' and '.join(sorted(allowed))}; the caller's certificate names "
                 f"{' and '.join(sorted(shown)) or 'no role'} of {self._domain}",
             )
+
+
+def _allowed(name: str) -> frozenset[str] | None:
+    return _CALLERS.get(name) or _CALLERS.get(name.partition("/")[0])
 
 
 def short_name(method: str) -> str:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What carries calls: gRPC for Python, or the same gRPC from C++ under an adapter of ours (``native``), where that was built.
 
-The two are the same to handlers, clients and workers. The module ``twinpool._transport`` is there where gRPC's C headers were.
+The two are the same to handlers, clients and workers. The module ``twinpool._transport`` is there where gRPC's C headers were. Its gRPC
+is the library that the machine has, which may be years older than Python's own: see CORE_MIN.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
@@ -17,6 +18,10 @@ from twinpool.logs import get_logger
 from twinpool.rpc.options import Options
 from twinpool.rpc.tls import PemFiles, Pems, read_pems
 
+CORE_MIN: Final = 48
+"""Oldest C core, by its major version, that is taken unasked: gRPC 1.73. Up to 1.56 one client could silence a server for all: for good
+by more connections than it has file descriptors (CVE-2023-4785), or for as long as it sends a header without end (CVE-2023-33953)."""
+
 _log = get_logger(__name__)
 
 
@@ -25,7 +30,7 @@ def wants_native(config: RpcConfig) -> bool:
     if config.transport == "python":
         return False
     try:
-        import_module("twinpool._transport")
+        core = str(import_module("twinpool._transport").core_version())
     except ImportError as error:
         # Not built, or built where gRPC's library was, and run where it is not.
         if config.transport == "native":
@@ -35,7 +40,13 @@ def wants_native(config: RpcConfig) -> bool:
             ) from None
         _log.info("transport_not_there", transport="python", error=str(error))
         return False
-    return True
+    if int(core.partition(".")[0]) >= CORE_MIN:
+        return True
+    if config.transport == "native":
+        _log.warning("transport_old", transport="native", core=core, wanted=CORE_MIN)
+        return True
+    _log.info("transport_old", transport="python", core=core, wanted=CORE_MIN)
+    return False
 
 
 def native_server(options: Options, guard: Any, tls: TlsConfig | None) -> grpc.aio.Server:

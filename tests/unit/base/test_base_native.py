@@ -5,6 +5,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from tests.support.waiting import until
 from twinpool import rpc
 from twinpool.config import RpcConfig
 from twinpool.errors import ConfigError
+from twinpool.rpc.guard import ErrorInterceptor
 from twinpool.rpc.native.inflate import BrokenError, TooLargeError, inflated
 
 pytest.importorskip("twinpool._transport", reason="built without gRPC's C headers")
@@ -245,13 +247,43 @@ async def test_a_server_that_is_never_stopped_ends_no_process() -> None:
     await asyncio.sleep(0)
 
 
+async def test_a_handler_is_wrapped_once_until_another_takes_its_place() -> None:
+    async def echo(request: bytes, context: Any) -> bytes:
+        return request
+
+    interceptor = ErrorInterceptor()
+    details: Any = SimpleNamespace(method=f"/{SERVICE}/Do")
+
+    async def wrapped(handler: Any) -> Any:
+        async def found(_: object) -> Any:
+            return handler
+
+        return await interceptor.intercept_service(found, details)
+
+    one: Any = grpc.unary_unary_rpc_method_handler(echo)
+    other: Any = grpc.unary_unary_rpc_method_handler(echo)
+    first = await wrapped(one)
+    assert await wrapped(one) is first
+    assert await wrapped(other) is not first
+    assert await wrapped(None) is None
+
+
 def test_without_the_module_calls_go_over_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rpc.wants_native(RpcConfig(transport="auto"))
+    assert rpc.wants_native(RpcConfig(transport="native"))
     assert not rpc.wants_native(RpcConfig(transport="python"))
     monkeypatch.setitem(sys.modules, "twinpool._transport", None)
     assert not rpc.wants_native(RpcConfig(transport="auto"))
     with pytest.raises(ConfigError, match="libgrpc-dev"):
         rpc.wants_native(RpcConfig(transport="native"))
+
+
+@pytest.mark.parametrize(("core", "taken"), [("29.0.0", False), ("47.9.9", False), ("48.0.0", True)])
+def test_an_old_core_is_taken_only_where_it_is_asked_for(
+    core: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinpool._transport.core_version", lambda: core)
+    assert rpc.wants_native(RpcConfig()) == taken
+    assert rpc.wants_native(RpcConfig(transport="native"))
 
 
 def test_a_message_is_unpacked_up_to_the_limit() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pool a request goes to."""
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -233,3 +234,15 @@ async def test_workers_that_have_gone_meanwhile_may_come_back(world: World) -> N
     target = world.table.resolve("talk")
     world.remove("chat", "talk")
     assert world.table.place(target, 5, 0) is target
+
+
+async def test_a_tokenizer_is_kept_when_its_directory_has_gone(model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_path, path)
+    own = World(ModelTable(TokenizeHop(RouterSection())), path)
+    own.add("short")
+    await until(lambda: own.table.servable)
+    target = own.table.resolve("big")
+    shutil.rmtree(path)
+    assert own.table.tokenizer(target.group) is target.tokenizer
+    own.table.close()

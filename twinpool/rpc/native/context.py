@@ -40,6 +40,7 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
         self.task: asyncio.Task[None] | None = None
         self._call = call
         self._loop = transport.loop
+        self._identity: Mapping[str, Iterable[bytes]] | None = None
         self._metadata = metadata
         self._deadline = deadline
         # What the method's handler has them as.
@@ -159,7 +160,9 @@ class Context(grpc.aio.ServicerContext[Any, Any]):
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """What the handshake has shown of the client."""
-        return self._call.identity()
+        if self._identity is None:
+            self._identity = self._call.identity()
+        return self._identity
 
     def peer_identities(self) -> Iterable[bytes] | None:
         """The names of the client's certificate."""
