@@ -32,9 +32,11 @@ test-all: $(STAMP) ctest ctest-sanitize ## Every test that needs no GPU, slow on
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/scenario tests/chart
 	$(PY) -m pytest -m "not gpu" tests/integration tests/faults tests/compat tests/pods tests/kube
 
-ctest: ## C++ tests
+ctest-build:
 	cmake -S . -B build/ctest -DTWINPOOL_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/ctest -j 2 >/dev/null
+
+ctest: ctest-build ## C++ tests
 	ctest --test-dir build/ctest --output-on-failure -j 2 --quiet
 
 ctest-sanitize: ## C++ tests under ASan+UBSan and under TSan

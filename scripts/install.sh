@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the project and its pinned CPU set into $VENV. Safe to run again.
+# Installs the project and its pinned CPU set into $VENV; with "system" only what it needs of the system. Safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
@@ -30,6 +30,8 @@ fi
 if [ ! -e /usr/include/grpc/grpc.h ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libgrpc-dev >/dev/null 2>&1 || say "Without libgrpc-dev: rpc.transport is python"
 fi
+
+[ "${1:-}" != system ] || exit 0
 
 if [ ! -x "$venv/bin/python" ]; then
   say "Creating $venv"
