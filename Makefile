@@ -8,7 +8,7 @@ SANITIZERS := address,undefined thread
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install demo test test-all check chart chaos ctest ctest-sanitize fuzz proto bench clean help
+.PHONY: install demo test test-all check chart chaos ctest ctest-build ctest-sanitize fuzz proto bench clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort

