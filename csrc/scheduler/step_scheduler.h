@@ -106,6 +106,7 @@ class StepScheduler {
   bool admit(std::size_t row);
   [[nodiscard]] std::size_t chunk_of(const Sequence& sequence, std::size_t budget) const noexcept;
   void emit(StepPlan& plan, Sequence& sequence, std::size_t query);
+  void append_tokens(StepPlan& plan, const Sequence& sequence, std::size_t query) const;
 
   // One step further (step_scheduler_ahead.cpp)
   [[nodiscard]] bool can_follow() const noexcept;
@@ -113,7 +114,6 @@ class StepScheduler {
   void emit_ahead(StepPlan& plan, Sequence& sequence, std::size_t row) const;
   void promote_ahead();
   void forget_ahead();
-  void append_tokens(StepPlan& plan, const Sequence& sequence, std::size_t query) const;
 
   // Host memory (step_scheduler_swap.cpp)
   void swap_out(StepPlan& plan, Sequence& sequence);

@@ -3,6 +3,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from twinpool.engine.begun import BegunStep
 from twinpool.engine.runner import ModelRunner
 from twinpool.engine.step import StepResult
 from twinpool.v1 import worker_pb2 as pb
+from twinpool.worker.step_ahead import FOLLOWED_MAX
 
 Follow = Callable[..., BegunStep]
 
@@ -123,6 +125,22 @@ def test_one_that_comes_is_served_after_the_step_that_was_begun(pair: Pair, foll
     assert got.tokens["first"] == reference(random_prompt(20), 60)
     assert {1, 2} <= set(followed)
     pair.assert_quiet()
+
+
+def test_no_more_steps_than_that_are_begun_ahead_of_the_clock(pair: Pair, followed: list[int]) -> None:
+    """What a turn does beside its step has its turn, however long nobody asks for anything."""
+    role = pair.decode.assembly.loop.role
+    on_clock, at = role.on_clock, list[int]()
+
+    def counted(now: float) -> None:
+        at.append(len(followed))
+        on_clock(now)
+
+    with patch.object(role, "on_clock", counted):
+        start(pair, random_prompt(20), "r", max_tokens=100)
+        got = Collected(pair)
+        got.run(lambda: bool(got.ended))
+    assert max(later - earlier for earlier, later in pairwise(at)) == FOLLOWED_MAX
 
 
 def test_one_that_is_cancelled_gives_its_blocks_back(pair: Pair, followed: list[int]) -> None:
